@@ -59,6 +59,7 @@ class LocalStats:
     target_logit: Tensor  # [N], 0 where the target lives elsewhere
     expected: Tensor | None = None  # [N], sum of exp(x - max) * x
     argmax: Tensor | None = None  # [N] int64, local row of the maximum, the lowest one of equals
+    logit_sum: Tensor | None = None  # [N], sum of column_weight * x; asked for only with a softcap, else it is linear
     marks: Marks | None = None
 
 

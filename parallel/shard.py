@@ -1,0 +1,92 @@
+"""Which rows of the output layer a rank owns.
+
+    tensor     global shape    shape on a rank            rank r of a group of T holds
+    weight     [V, D]          [stop - start, D]          rows start <= v < stop
+    bias       [V]             [stop - start]             the same rows
+    target     [N]             [N]                        every token, as global ids
+    hidden     [N, D]          [N, D], or [N / T, D] with sequence_parallel
+
+Shards may be uneven. A weight that was padded to a convenient size has rows at or beyond `vocab_size`: `stop` may
+exceed `vocab_size`, and those rows take no part in the softmax and get a zero gradient.
+
+Example: 10 ids on 4 ranks give [0, 3) [3, 6) [6, 9) [9, 10), as `torch.chunk` and DTensor's `Shard(0)` do.
+"""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """Rows start <= v < stop of a vocabulary of `vocab_size` ids, one of the shards of `group`.
+
+    Args:
+        start: first global id of this rank's rows.
+        stop: one past the last; may exceed `vocab_size` when the weight is padded.
+        vocab_size: number of true ids over all ranks; targets lie in [0, vocab_size).
+        group: the tensor-parallel process group. None is the default group where the shard is a part of the
+            vocabulary, and no group at all where it is the whole.
+        check: compare shapes, dtypes and options over the ranks the first time a configuration is used, so that a
+            disagreement is an error and not a hang. It costs one host synchronisation then.
+
+    Raises:
+        TypeError, ValueError: bounds that are no integers or out of order.
+    """
+
+    start: int
+    stop: int
+    vocab_size: int
+    group: dist.ProcessGroup | None = None
+    check: bool = True
+
+    def __post_init__(self):
+        for name in ("start", "stop", "vocab_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"VocabShard: {name} must be an int, got {type(value).__name__}")
+        if self.vocab_size < 1:
+            raise ValueError(f"VocabShard: vocab_size must be at least 1, got {self.vocab_size}")
+        if not 0 <= self.start <= self.stop:
+            raise ValueError(f"VocabShard: expected 0 <= start <= stop, got start={self.start}, stop={self.stop}")
+
+    @classmethod
+    def split(cls, vocab_size: int, group: dist.ProcessGroup | None = None, index: int | None = None) -> "VocabShard":
+        """The shard of one rank when `vocab_size` ids are dealt out as `torch.chunk` does.
+
+        Args:
+            vocab_size: number of ids over all ranks.
+            group: the tensor-parallel group; None is the default group.
+            index: which shard; None is the calling rank's.
+
+        Raises:
+            ValueError: no process group, or an index outside the group.
+        """
+        if not dist.is_initialized():
+            raise ValueError(
+                "VocabShard.split: expected an initialised process group, got none "
+                "(call torch.distributed.init_process_group first)"
+            )
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        if rank < 0:
+            raise ValueError("VocabShard.split: the calling rank is not a member of the given group")
+        index = rank if index is None else index
+        if not 0 <= index < size:
+            raise ValueError(f"VocabShard.split: expected an index in [0, {size}), got {index}")
+        width = -(-vocab_size // size)
+        return cls(min(index * width, vocab_size), min((index + 1) * width, vocab_size), vocab_size, group)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one rank owns every true id, so that no other rank is needed."""
+        return self.start == 0 and self.stop >= self.vocab_size
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of the weight on this rank, padding included."""
+        return self.stop - self.start
+
+    @property
+    def n_valid(self) -> int:
+        """Rows that are true ids: the leading `n_valid` rows of the weight take part in the softmax."""
+        return max(0, min(self.stop, self.vocab_size) - self.start)

@@ -1,0 +1,206 @@
+"""From what a user passes to what the operators take: checked, flattened, one dtype under autocast.
+
+Every error names the function that was called, what it expected and what came. A rank that refuses its arguments
+tells the ranks that wait for it, see `vpcce.parallel.collectives.report_failure`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vpcce.autograd import Settings
+from vpcce.parallel import collectives
+from vpcce.parallel.shard import VocabShard
+from vpcce.policy import resolve
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Checked arguments of one call, flattened to two dimensions."""
+
+    hidden: Tensor  # [N, D] or [N / T, D]
+    weight: Tensor  # [V_local, D]
+    target: Tensor  # [N] int64
+    bias: Tensor | None
+    scale: Tensor | None  # 0-dim, when logit_scale was passed as a tensor
+    logit_scale: float
+    softcap: float | None
+    main_grad: Tensor | None
+    shape: torch.Size  # of the target the user passed, and so of every per-token result
+    settings: Settings
+
+
+def prepare(
+    who: str,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None,
+    shard: VocabShard | None,
+    ignore_index: int | None,
+    softcap: float | None,
+    logit_scale: float | Tensor,
+    backward,
+    sequence_parallel: bool,
+    entropy: bool = False,
+    argmax: bool = False,
+    logit_sum: bool = False,
+    main_grad: Tensor | None = None,
+    reduce_hidden_grad: bool = True,
+) -> Arguments:
+    """Checks the arguments of `who` and returns them as the operators want them."""
+    _check_tensors(who, hidden, weight, target, bias)
+    if shard is None:
+        shard = VocabShard(0, weight.shape[0], weight.shape[0])
+    if not isinstance(shard, VocabShard):
+        raise TypeError(f"{who}: shard must be a vpcce.VocabShard, got {type(shard).__name__}")
+    group = _group_of(who, shard)
+    try:
+        _check_sizes(who, hidden, weight, target, bias, shard, collectives.size(group), sequence_parallel)
+        _check_options(who, ignore_index, softcap, logit_scale, weight)
+        _check_main_grad(who, main_grad, weight)
+        policies = resolve(backward, hidden.dtype, hidden.device)
+    except (TypeError, ValueError) as error:
+        if shard.check and not torch.compiler.is_compiling():
+            collectives.report_failure(group, error)
+        raise
+    if torch.is_autocast_enabled(hidden.device.type):
+        compute = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(compute), weight.to(compute)
+    is_tensor = isinstance(logit_scale, Tensor)
+    wants_grad = torch.is_grad_enabled() and any(
+        t.requires_grad for t in (hidden, weight, bias, logit_scale) if isinstance(t, Tensor)
+    )
+    settings = Settings(
+        start=shard.start,
+        stop=shard.stop,
+        vocab_size=shard.vocab_size,
+        group=group.group_name if group is not None else "",
+        check=shard.check,
+        sequence_parallel=sequence_parallel and group is not None,
+        ignore_index=ignore_index,
+        entropy=entropy,
+        argmax=argmax,
+        logit_sum=logit_sum,
+        marks=wants_grad and any(policy.kind != "exact" for policy in policies),
+        reduce_hidden_grad=reduce_hidden_grad,
+        hidden_policy=(policies[0].kind, policies[0].eps, policies[0].sort, policies[0].deterministic),
+        weight_policy=(policies[1].kind, policies[1].eps, policies[1].sort, policies[1].deterministic),
+    )
+    return Arguments(
+        hidden=hidden.reshape(-1, hidden.shape[-1]),
+        weight=weight,
+        target=target.reshape(-1).to(torch.int64),
+        bias=bias,
+        scale=logit_scale if is_tensor else None,
+        logit_scale=1.0 if is_tensor else logit_scale,
+        softcap=softcap,
+        main_grad=main_grad,
+        shape=target.shape,
+        settings=settings,
+    )
+
+
+def _check_tensors(who: str, hidden, weight, target, bias) -> None:
+    named = {"hidden": hidden, "weight": weight, "target": target}
+    if bias is not None:
+        named["bias"] = bias
+    for name, value in named.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{who}: {name} must be a torch.Tensor, got {type(value).__name__}")
+        if value.device != hidden.device:
+            raise ValueError(f"{who}: {name} is on {value.device}, expected hidden's device {hidden.device}")
+        if name != "target" and value.dtype not in FLOATS:
+            raise TypeError(f"{who}: {name} must be bfloat16, float16, float32 or float64, got {value.dtype}")
+    if target.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{who}: target must hold int64 or int32 vocabulary ids, got {target.dtype}")
+    if hidden.device.type == "cuda" and torch.float64 in (hidden.dtype, weight.dtype):
+        raise TypeError(f"{who}: float64 is supported on the CPU only, got hidden {hidden.dtype}, weight {weight.dtype}")
+    if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"{who}: expected hidden [..., D] and weight [V_local, D], "
+            f"got {_shape(hidden)} and {_shape(weight)}"
+        )
+
+
+def _check_sizes(who, hidden, weight, target, bias, shard: VocabShard, ranks: int, sequence_parallel: bool) -> None:
+    n_tokens = hidden.numel() // hidden.shape[-1] if hidden.shape[-1] else hidden.shape[:-1].numel()
+    expected = n_tokens * (ranks if sequence_parallel else 1)
+    if target.numel() != expected:
+        held = f" on each of {ranks} ranks (sequence_parallel)" if sequence_parallel else ""
+        raise ValueError(
+            f"{who}: hidden {_shape(hidden)} holds {n_tokens} tokens{held}, "
+            f"expected a target of {expected} ids, got {_shape(target)}"
+        )
+    if not sequence_parallel and target.shape != hidden.shape[:-1] and target.dim() != 1:
+        raise ValueError(
+            f"{who}: expected a target of shape {_shape(hidden)[:-1]} (hidden's leading dimensions) "
+            f"or a flat one, got {_shape(target)}"
+        )
+    if weight.shape[0] != shard.n_rows:
+        raise ValueError(
+            f"{who}: shard [{shard.start}, {shard.stop}) owns {shard.n_rows} rows, got a weight of {weight.shape[0]} rows"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{who}: expected a bias of shape [{weight.shape[0]}], got {_shape(bias)}")
+
+
+def _check_options(who, ignore_index, softcap, logit_scale, weight: Tensor) -> None:
+    if ignore_index is not None and (not isinstance(ignore_index, int) or isinstance(ignore_index, bool)):
+        raise TypeError(f"{who}: ignore_index must be an int or None, got {type(ignore_index).__name__}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"{who}: softcap must be positive or None, got {softcap}")
+    if isinstance(logit_scale, Tensor):
+        if logit_scale.numel() != 1 or logit_scale.dim() != 0 or logit_scale.device != weight.device:
+            raise ValueError(
+                f"{who}: logit_scale must be a float or a 0-dim tensor on {weight.device}, "
+                f"got shape {_shape(logit_scale)} on {logit_scale.device}"
+            )
+    elif not isinstance(logit_scale, (int, float)) or isinstance(logit_scale, bool):
+        raise TypeError(f"{who}: logit_scale must be a float or a 0-dim tensor, got {type(logit_scale).__name__}")
+
+
+def _check_main_grad(who: str, main_grad, weight: Tensor) -> None:
+    if main_grad is None:
+        return
+    if not isinstance(main_grad, Tensor):
+        raise TypeError(f"{who}: main_grad must be a torch.Tensor, got {type(main_grad).__name__}")
+    if main_grad.shape != weight.shape or main_grad.device != weight.device or not main_grad.is_contiguous():
+        raise ValueError(
+            f"{who}: expected a contiguous main_grad of shape {_shape(weight)} on {weight.device}, "
+            f"got {_shape(main_grad)} on {main_grad.device}, strides {list(main_grad.stride())}"
+        )
+    if main_grad.dtype not in FLOATS:
+        raise TypeError(f"{who}: main_grad must be bfloat16, float16, float32 or float64, got {main_grad.dtype}")
+
+
+def _group_of(who: str, shard: VocabShard) -> dist.ProcessGroup | None:
+    """The group whose ranks must be asked, or None where this rank owns the whole vocabulary."""
+    if shard.group is None and shard.is_whole:
+        return None
+    if not dist.is_initialized():
+        raise ValueError(
+            f"{who}: shard [{shard.start}, {shard.stop}) is a part of a vocabulary of {shard.vocab_size}, expected an "
+            "initialised process group, got none (call torch.distributed.init_process_group first)"
+        )
+    group = shard.group if shard.group is not None else dist.group.WORLD
+    ranks = dist.get_world_size(group)
+    if ranks < 1:
+        raise ValueError(f"{who}: the calling rank is not a member of the shard's group")
+    if ranks == 1:
+        if not shard.is_whole:
+            raise ValueError(
+                f"{who}: the group has one rank, expected its shard to be [0, {shard.vocab_size}), "
+                f"got [{shard.start}, {shard.stop})"
+            )
+        return None
+    return group
+
+
+def _shape(tensor: Tensor) -> list[int]:
+    return list(tensor.shape)

@@ -1,0 +1,462 @@
+"""Statistics of a vocabulary-parallel head and their gradient: the only place where kernels meet collectives.
+
+One rank's backend (Triton kernels, or PyTorch on slices of the vocabulary) answers for its shard; one all-gather of
+three to five numbers per token merges the answers. With M = max over ranks of the local maxima m_r:
+
+    lse = M + log(sum_r s_r * exp(m_r - M))          target_logit = sum_r target_logit_r
+    entropy = lse - sum_r px_r * exp(m_r - M) / exp(lse - M)
+
+The gradient with respect to a logit x_v of the token, given upstream gradients g of the four statistics:
+
+    d/dx_v = p_v * (g_lse + g_entropy * (lse - entropy - x_v)) + onehot_v * g_target + column_weight_v * g_logit_sum
+
+which is `RowGradients` for the backend. dE is summed over ranks in fp32 and rounded once; dC stays on its rank.
+
+Both directions are custom operators that see only tensors and one string, so torch.compile, CUDA graphs and
+activation checkpointing treat them as they treat a matrix product. The string is a `Settings`: every argument that
+is no tensor. Nothing here waits for the device, except the comparison of settings over ranks at their first use.
+"""
+
+import ast
+import functools
+from dataclasses import astuple, dataclass, replace
+
+import torch
+from torch import Tensor
+
+from vpcce import reference
+from vpcce.kernels.problem import Head, Marks, RowGradients, Sampling
+from vpcce.parallel import collectives
+from vpcce.policy import BackwardPolicy
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a call asks for beyond its tensors; travels through the operators as text."""
+
+    start: int
+    stop: int
+    vocab_size: int
+    group: str  # name of the process group, "" for a single rank
+    check: bool
+    sequence_parallel: bool
+    ignore_index: int | None  # None: every token counts
+    entropy: bool
+    argmax: bool
+    logit_sum: bool
+    marks: bool  # a sampled or filtered backward will follow
+    reduce_hidden_grad: bool
+    hidden_policy: tuple
+    weight_policy: tuple
+
+    @property
+    def n_valid(self) -> int:
+        return max(0, min(self.stop, self.vocab_size) - self.start)
+
+    @property
+    def policies(self) -> tuple[BackwardPolicy, BackwardPolicy]:
+        return BackwardPolicy(*self.hidden_policy), BackwardPolicy(*self.weight_policy)
+
+    def encode(self) -> str:
+        return repr(astuple(self))
+
+
+@functools.lru_cache(maxsize=1024)
+def decode(text: str) -> Settings:
+    return Settings(*ast.literal_eval(text))
+
+
+@torch.library.custom_op("vpcce::head_stats", mutates_args=())
+def head_stats_op(
+    hidden: Tensor,  # [N, D], or [N / T, D] with sequence_parallel
+    weight: Tensor,  # [stop - start, D]
+    target: Tensor,  # [N] int64, global ids
+    bias: Tensor | None,  # [stop - start]
+    scale: Tensor | None,  # 0-dim; replaces settings.logit_scale
+    column_weight: Tensor | None,  # [stop - start]
+    logit_scale: float,
+    softcap: float | None,
+    settings: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """lse, target_logit, entropy, logit_sum [N], argmax [N] int64, and the backend's marks and seed.
+
+    Statistics that were not asked for are empty; those of ignored tokens are 0.
+    """
+    how = decode(settings)
+    group = collectives.resolve(how.group)
+    if how.check:
+        _agree(group, how, hidden, weight, target, bias, (logit_scale, softcap))
+    rows = _Rows.select(target, how.ignore_index)
+    tokens = rows.take(collectives.gather_tokens(hidden, group if how.sequence_parallel else None))
+    head = _head(how, weight, bias, logit_scale if scale is None else scale, softcap, column_weight)
+    local = _local_target(rows.take(target), how, rows)
+    backend = _backend(hidden)
+
+    sampling = None
+    seed = torch.empty(0, dtype=torch.int64, device=hidden.device)
+    if how.marks:
+        seed = torch.randint(2**62, (), device=hidden.device)
+        bound, seed = _lower_bound(backend, tokens, head, local, rows, seed, group)
+        eps = min(policy.eps for policy in how.policies if policy.kind != "exact")
+        sampling = Sampling(seed, eps, bound)
+    want_sum = how.logit_sum and softcap is not None
+    part = backend.local_stats(
+        tokens, head, local, n_rows=rows.count, entropy=how.entropy, argmax=how.argmax, logit_sum=want_sum,
+        sampling=sampling,
+    )  # fmt: skip
+    linear_sum = _linear_logit_sum(tokens, head) if how.logit_sum and not want_sum else None
+
+    packed = [part.max, part.sum, part.target_logit]
+    if how.entropy:
+        packed.append(part.expected)
+    if how.logit_sum:
+        packed.append(linear_sum if linear_sum is not None else part.logit_sum)
+    if how.argmax:
+        packed.append(_as_float_bits(part.argmax + how.start, part.max.dtype))
+    ranks = collectives.gather_stats(torch.stack(packed), group)  # [T, k, N]
+
+    top = ranks[:, 0].amax(0)
+    shift = torch.where(top.isinf(), 0.0, top)
+    weights = torch.exp(ranks[:, 0] - shift)
+    total = (ranks[:, 1] * weights).sum(0)
+    target_logit = ranks[:, 2].sum(0)
+    lse = torch.maximum(shift + total.log(), target_logit)
+    entropy, logit_sum = lse.new_empty(0), lse.new_empty(0)
+    argmax = torch.empty(0, dtype=torch.int64, device=hidden.device)
+    if how.entropy:
+        entropy = rows.spread(lse - (ranks[:, 3] * weights).sum(0) / total)
+    if how.logit_sum:
+        logit_sum = rows.spread(ranks[:, 3 + how.entropy].sum(0))
+    if how.argmax:
+        ids = _from_float_bits(ranks[:, -1])
+        argmax = rows.spread(torch.where(ranks[:, 0] == top, ids, how.vocab_size).amin(0))
+    marks = part.marks.bits if part.marks is not None else torch.empty(0, dtype=torch.int32, device=hidden.device)
+    return rows.spread(lse), rows.spread(target_logit), entropy, logit_sum, argmax, marks, seed
+
+
+@head_stats_op.register_fake
+def _(hidden, weight, target, bias, scale, column_weight, logit_scale, softcap, settings):
+    how = decode(settings)
+    n = target.shape[0]
+    dtype = torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
+    per_token = hidden.new_empty(n, dtype=dtype)
+    empty = hidden.new_empty(0, dtype=dtype)
+    marks = (0,)
+    if how.marks:
+        marks = _backend(hidden).marks_shape(n, how.n_valid)
+    return (
+        per_token,
+        torch.empty_like(per_token),
+        torch.empty_like(per_token if how.entropy else empty),
+        torch.empty_like(per_token if how.logit_sum else empty),
+        hidden.new_empty(n if how.argmax else 0, dtype=torch.int64),
+        hidden.new_empty(marks, dtype=torch.int32),
+        hidden.new_empty(() if how.marks else (0,), dtype=torch.int64),
+    )
+
+
+@torch.library.custom_op("vpcce::head_stats_backward", mutates_args=("main_grad",))
+def head_stats_backward_op(
+    grad_lse: Tensor | None,  # [N]
+    grad_target_logit: Tensor | None,
+    grad_entropy: Tensor | None,
+    grad_logit_sum: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    column_weight: Tensor | None,
+    lse: Tensor,
+    entropy: Tensor,
+    marks: Tensor,
+    seed: Tensor,
+    main_grad: Tensor | None,  # [stop - start, D]; dC is added to it
+    needs: str,  # letters of the wanted gradients: h(idden) w(eight) b(ias) s(cale)
+    logit_scale: float,
+    softcap: float | None,
+    settings: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dE, dC, dbias, dscale; empty where not wanted, and dC where it went into main_grad."""
+    how = decode(settings)
+    group = collectives.resolve(how.group)
+    rows = _Rows.select(target, how.ignore_index)
+    tokens = rows.take(collectives.gather_tokens(hidden, group if how.sequence_parallel else None))
+    head = _head(how, weight, bias, logit_scale if scale is None else scale, softcap, column_weight)
+    lse_rows = rows.take(lse)
+    # torch.compile hands over empty gradients for the statistics that were not asked for.
+    grads = [
+        None if g is None or g.shape != lse.shape else rows.take(g)
+        for g in (grad_lse, grad_target_logit, grad_entropy, grad_logit_sum)
+    ]
+    upstream = _row_gradients(*grads, lse_rows, None if grads[2] is None else rows.take(entropy))
+    hidden_policy, weight_policy = how.policies
+    want_hidden = "h" in needs or "s" in needs
+    reduction = collectives.HiddenGradReduction(
+        group if "h" in needs and how.reduce_hidden_grad else None, how.sequence_parallel
+    )
+    scale_part: list[Tensor] = []
+
+    def hidden_grad_ready(part: Tensor) -> None:
+        if "s" in needs:  # before the reduction consumes the part
+            scale_part.append((part.to(lse.dtype) * tokens.to(lse.dtype)).sum())
+        if "h" in needs:
+            reduction(rows.spread(part))
+
+    n_valid = how.n_valid
+    into = None if main_grad is None else main_grad[:n_valid]
+    reduced = group is not None and how.reduce_hidden_grad
+    _, weight_grad, bias_grad = _backend(hidden).local_backward(
+        tokens, head, _local_target(rows.take(target), how, rows), lse_rows, upstream,
+        n_rows=rows.count,
+        hidden_policy=hidden_policy if want_hidden else None,
+        weight_policy=weight_policy if "w" in needs else None,
+        bias_grad="b" in needs or ("s" in needs and bias is not None),
+        marks=_marks(marks, seed),
+        main_grad=into,
+        hidden_grad_dtype=lse.dtype if reduced or "s" in needs else hidden.dtype,
+        hidden_grad_ready=hidden_grad_ready,
+    )  # fmt: skip
+    hidden_grad = reduction.wait() if "h" in needs else None
+    scale_grad = None
+    if "s" in needs:
+        total = scale_part[0] if bias is None else scale_part[0] + (bias_grad * head.bias.to(bias_grad.dtype)).sum()
+        scale_grad = (collectives.sum_scalar(total, group) / scale.to(lse.dtype)).to(scale.dtype)
+    return (
+        hidden.new_empty(0) if hidden_grad is None else hidden_grad.to(hidden.dtype),
+        hidden.new_empty(0) if weight_grad is None else _with_padding(weight_grad, weight.shape[0]),
+        hidden.new_empty(0) if "b" not in needs else _with_padding(bias_grad.to(bias.dtype), weight.shape[0]),
+        hidden.new_empty(0) if scale_grad is None else scale_grad,
+    )
+
+
+@head_stats_backward_op.register_fake
+def _(
+    grad_lse, grad_target_logit, grad_entropy, grad_logit_sum, hidden, weight, target, bias, scale, column_weight,
+    lse, entropy, marks, seed, main_grad, needs, logit_scale, softcap, settings,
+):  # fmt: skip
+    return (
+        hidden.new_empty(hidden.shape if "h" in needs else 0),
+        weight.new_empty(weight.shape if "w" in needs and main_grad is None else 0),
+        hidden.new_empty(0) if "b" not in needs else bias.new_empty(bias.shape),
+        hidden.new_empty(0) if "s" not in needs else scale.new_empty(()),
+    )
+
+
+def _setup_context(ctx, inputs, output):
+    hidden, weight, target, bias, scale, column_weight, logit_scale, softcap, settings, main_grad = inputs
+    lse, _, entropy, _, argmax, marks, seed = output
+    ctx.save_for_backward(hidden, weight, target, bias, scale, column_weight, lse, entropy, marks, seed)
+    ctx.options, ctx.main_grad = (logit_scale, softcap, settings), main_grad
+    ctx.mark_non_differentiable(argmax, marks, seed)
+    ctx.set_materialize_grads(False)
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """Passes a gradient through and refuses to be differentiated."""
+
+    @staticmethod
+    def forward(ctx, grad, *sources):
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError("vpcce: second derivatives are not implemented, expected one backward through the loss")
+
+
+class HeadStats(torch.autograd.Function):
+    """The two operators as one differentiable function. main_grad is no operand: it only receives."""
+
+    @staticmethod
+    def forward(hidden, weight, target, bias, scale, column_weight, logit_scale, softcap, settings, main_grad):
+        return head_stats_op(hidden, weight, target, bias, scale, column_weight, logit_scale, softcap, settings)
+
+    setup_context = staticmethod(_setup_context)
+
+    @staticmethod
+    def backward(ctx, grad_lse, grad_target_logit, grad_entropy, grad_logit_sum, *_):
+        saved = ctx.saved_tensors
+        need = ctx.needs_input_grad
+        needs = "".join(letter for letter, index in (("h", 0), ("w", 1), ("b", 3), ("s", 4)) if need[index])
+        upstream = (grad_lse, grad_target_logit, grad_entropy, grad_logit_sum)
+        create_graph = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        with torch.no_grad():
+            grads = head_stats_backward_op(*upstream, *saved, ctx.main_grad, needs, *ctx.options)
+        if create_graph:
+            sources = [t for t in (*upstream, *saved[:2]) if t is not None]
+            grads = tuple(_NoSecondDerivative.apply(grad, *sources) for grad in grads)
+        into_main = ctx.main_grad is not None
+        return (
+            grads[0] if need[0] else None,
+            grads[1] if need[1] and not into_main else None,
+            None,
+            grads[2] if need[3] else None,
+            grads[3] if need[4] else None,
+            *(None,) * 5,
+        )
+
+
+def head_stats(
+    hidden, weight, target, *, settings: Settings, bias=None, scale=None, column_weight=None, logit_scale=1.0,
+    softcap=None, main_grad=None,
+):  # fmt: skip
+    """Runs `HeadStats` on flattened arguments that `vpcce.arguments` has checked."""
+    return HeadStats.apply(
+        hidden, weight, target, bias, scale, column_weight, logit_scale, softcap, settings.encode(), main_grad
+    )
+
+
+class _Rows:
+    """Which tokens count. Ignored ones are moved behind the others, or left out where that needs no waiting.
+
+    On the CPU `index` lists the tokens that count. On a device their number stays there: `index` is a permutation
+    with the tokens that count in front, and `count` [1] int32 says how many there are.
+    """
+
+    def __init__(self, index: Tensor | None, count: Tensor | None, n: int):
+        self.index, self.count, self.n = index, count, n
+
+    @classmethod
+    def select(cls, target: Tensor, ignore_index: int | None) -> "_Rows":
+        n = target.shape[0]
+        if ignore_index is None:
+            return cls(None, None, n)
+        counts = target != ignore_index
+        if target.device.type == "cpu":
+            index = counts.nonzero()[:, 0]
+            return cls(None if index.shape[0] == n else index, None, n)
+        order = torch.argsort(counts, descending=True, stable=True)
+        return cls(order, counts.sum(dtype=torch.int32)[None], n)
+
+    def take(self, rows: Tensor) -> Tensor:
+        return rows if self.index is None else rows.index_select(0, self.index)
+
+    def spread(self, rows: Tensor) -> Tensor:
+        """The inverse of `take`; tokens that do not count get 0."""
+        if self.index is None:
+            return rows
+        if self.count is not None:
+            late = torch.arange(self.n, device=rows.device) >= self.count
+            rows = rows.masked_fill(late.view(-1, *(1,) * (rows.dim() - 1)), 0)
+        return rows.new_zeros(self.n, *rows.shape[1:]).index_copy(0, self.index, rows)
+
+
+def _backend(tensor: Tensor):
+    if tensor.device.type == "cpu" and not _interpreting():
+        return reference
+    from vpcce.kernels import local
+
+    return local
+
+
+def _interpreting() -> bool:
+    """Whether Triton's interpreter is on, which runs the kernels on CPU tensors."""
+    try:
+        import triton
+    except ImportError:
+        return False
+    return triton.knobs.runtime.interpret
+
+
+def _head(how: Settings, weight, bias, scale, softcap, column_weight) -> Head:
+    """This rank's true ids: padding rows are cut off here and seen by nobody below."""
+    n = how.n_valid
+    return Head(
+        weight=weight[:n],
+        bias=None if bias is None else bias[:n],
+        scale=scale,
+        softcap=softcap,
+        start=how.start,
+        column_weight=None if column_weight is None else column_weight[:n],
+    )
+
+
+def _local_target(target: Tensor, how: Settings, rows: _Rows) -> Tensor:
+    """Global ids -> rows of this rank's weight, -1 for what lives elsewhere or does not count."""
+    mine = (target >= how.start) & (target < how.start + how.n_valid)
+    if rows.count is not None:
+        mine &= torch.arange(target.shape[0], device=target.device) < rows.count
+    return torch.where(mine, target - how.start, -1)
+
+
+def _lower_bound(backend, tokens, head, local, rows, seed, group) -> tuple[Tensor, Tensor]:
+    """A lower bound of every token's log-sum-exp from the batch's frequent targets, and rank 0's seed."""
+    hot_max, hot_sum = backend.hot_set_stats(tokens, head, local, n_rows=rows.count)
+    # The seed rides along as two rows of bits, so that all ranks toss the same coins.
+    halves = torch.stack([seed & 0x7FFFFFFF, seed >> 31]).to(torch.int32).view(torch.float32)
+    packed = torch.cat([torch.stack([hot_max, hot_sum], 1).float().flatten(), halves])
+    ranks = collectives.gather_stats(packed, group)
+    stats = ranks[:, :-2].view(ranks.shape[0], -1, 2)
+    top = stats[..., 0].amax(0)
+    shift = torch.where(top.isinf(), 0.0, top)
+    bound = shift + (stats[..., 1] * torch.exp(stats[..., 0] - shift)).sum(0).log()
+    low, high = ranks[0, -2:].contiguous().view(torch.int32).to(torch.int64)
+    return bound, low | (high << 31)
+
+
+def _linear_logit_sum(tokens: Tensor, head: Head) -> Tensor:
+    """sum_v column_weight_v * x_v where x is linear in hidden: one matrix-vector product."""
+    dtype = torch.float64 if tokens.dtype == torch.float64 else torch.float32
+    total = torch.zeros(tokens.shape[1], dtype=dtype, device=tokens.device)
+    offset = torch.zeros((), dtype=dtype, device=tokens.device)
+    for start in range(0, head.weight.shape[0], 16384):  # bounds the copy in `dtype`
+        rows = slice(start, start + 16384)
+        weight = head.weight[rows].to(dtype)
+        share = weight.new_ones(weight.shape[0]) if head.column_weight is None else head.column_weight[rows].to(dtype)
+        total += share @ weight
+        if head.bias is not None:
+            offset += share @ head.bias[rows].to(dtype)
+    return (tokens.to(dtype) @ total + offset) * head.scale
+
+
+def _row_gradients(g_lse, g_target, g_entropy, g_logit_sum, lse, entropy) -> RowGradients:
+    zero = torch.zeros_like(lse)
+    softmax = zero if g_lse is None else g_lse.to(lse.dtype)
+    softmax_logit = None
+    if g_entropy is not None:
+        g_entropy = g_entropy.to(lse.dtype)
+        softmax = softmax + g_entropy * (lse - entropy)
+        softmax_logit = -g_entropy
+    return RowGradients(
+        softmax=softmax.contiguous(),
+        target=zero if g_target is None else g_target.to(lse.dtype).contiguous(),
+        softmax_logit=softmax_logit,
+        constant=None if g_logit_sum is None else g_logit_sum.to(lse.dtype).contiguous(),
+    )
+
+
+def _with_padding(grad: Tensor, n_rows: int) -> Tensor:
+    """Rows of the padded vocabulary get a zero gradient."""
+    if grad.shape[0] == n_rows:
+        return grad
+    return torch.cat([grad, grad.new_zeros(n_rows - grad.shape[0], *grad.shape[1:])])
+
+
+def _marks(bits: Tensor, seed: Tensor) -> Marks | None:
+    return Marks(bits, seed) if bits.numel() else None
+
+
+def _as_float_bits(ids: Tensor, dtype: torch.dtype) -> Tensor:
+    return ids.to(torch.int32 if dtype == torch.float32 else torch.int64).view(dtype)
+
+
+def _from_float_bits(bits: Tensor) -> Tensor:
+    bits = bits.contiguous()
+    return bits.view(torch.int32 if bits.dtype == torch.float32 else torch.int64).to(torch.int64)
+
+
+def _agree(group, how: Settings, hidden, weight, target, bias, options) -> None:
+    """Every rank must ask the same question of the same tokens; only the rows of the weight differ."""
+    same = replace(how, start=0, stop=0, group="")
+    fields = [
+        ("the number of tokens", target.shape[0]),
+        ("hidden's shape", tuple(hidden.shape)),
+        ("hidden's dtype", str(hidden.dtype)),
+        ("weight's dtype", str(weight.dtype)),
+        ("the presence of a bias", bias is not None),
+        ("vocab_size", how.vocab_size),
+        ("logit_scale and softcap", options),
+        ("the set of options", same.encode()),
+    ]
+    config = repr((fields, how.start, how.stop))
+    collectives.agree(group, config, fields, (how.start, how.start + how.n_valid))

@@ -1,0 +1,257 @@
+"""What users call: cross-entropy, log-probabilities and statistics of `hidden @ weight.T` without the logits.
+
+`linear_stats` is the primitive; the losses are a few lines of PyTorch on its results, so a loss of your own (token
+weights, z-loss, importance ratios) needs no kernel. All functions share their first arguments:
+
+    tensor     global shape    shape on a rank        forward                    dgrad                 wgrad
+    hidden     [N, D]          [N, D]                 used as it is              all-reduced           -
+               [N, D]          [N / T, D] with        all-gathered               reduce-scattered      -
+                               sequence_parallel
+    weight     [V, D]          [V_local, D]           stays                      -                     stays
+    target     [N]             [N]                    same on all T ranks        -                     -
+    result     [N] or scalar   [N] or scalar          same on all T ranks
+
+Two small collectives at most run forward and one backward; every rank then holds the same loss and the same dE (or
+its tokens of it), and the gradient of its own rows of the weight. A loss that is the same on all ranks must not be
+averaged over them again.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vpcce import autograd
+from vpcce.arguments import Arguments, prepare
+from vpcce.parallel.shard import VocabShard
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+class LinearStats(NamedTuple):
+    """Per-token statistics of the logits, in the target's shape; 0 for ignored tokens."""
+
+    lse: Tensor  # fp32, log-sum-exp over the whole vocabulary; differentiable
+    target_logit: Tensor  # fp32, never above lse; differentiable
+    entropy: Tensor | None  # fp32, entropy of the softmax in nats; differentiable
+    argmax: Tensor | None  # int64, global id of the largest logit, the lowest of equals
+
+
+def linear_stats(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    shard: VocabShard | None = None,
+    ignore_index: int | None = -100,
+    softcap: float | None = None,
+    logit_scale: float | Tensor = 1.0,
+    backward="auto",
+    sequence_parallel: bool = False,
+    entropy: bool = False,
+    argmax: bool = False,
+    main_grad: Tensor | None = None,
+    reduce_hidden_grad: bool = True,
+) -> LinearStats:
+    """Statistics of a language-model head's logits, from which losses are made.
+
+    Equals::
+
+        logits = logit_scale * (hidden @ weight.T + bias).float()
+        logits = softcap * torch.tanh(logits / softcap)          # with a softcap
+        lse = logits.logsumexp(-1)
+        target_logit = logits.gather(-1, target[..., None])[..., 0]
+        entropy = torch.distributions.Categorical(logits=logits).entropy()
+        argmax = logits.argmax(-1)
+
+    over the whole vocabulary of all ranks. Neither the logits nor their gradient are ever materialised.
+
+    Args:
+        hidden: [..., D], what the model hands to its head; bf16, fp16, fp32, or fp64 on the CPU.
+        weight: [V_local, D], this rank's rows; its dtype may differ from hidden's.
+        target: [...] int64 or int32, global ids; same on all ranks, and all tokens also with sequence_parallel.
+        bias: [V_local].
+        shard: which rows `weight` holds; None is the whole vocabulary on one rank.
+        ignore_index: tokens with this target get 0 everywhere and cost nothing; None gives no id that meaning.
+        softcap: bounds logits to (-softcap, softcap).
+        logit_scale: multiplies the logits before the softcap: a float, or a 0-dim tensor that may be learned.
+        backward: "auto", `exact()`, `filtered()`, `sampled()`, or a pair (policy of dE, policy of dC).
+        sequence_parallel: hidden is this rank's part of the tokens, split along the first dimension.
+        entropy, argmax: compute these too.
+        main_grad: [V_local, D] buffer, fp32 or weight's dtype; the backward adds dC to it in place and weight's own
+            gradient stays None, as trainers with fp32 gradient buffers want it.
+        reduce_hidden_grad: False leaves dE as this rank's part, for a caller that sums over the ranks itself.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit, on all ranks where ranks disagree.
+        RuntimeError: a second derivative is asked for.
+
+    Source: Cut Cross-Entropy (arXiv 2411.09009), algorithms 1 and 2, on vocabulary shards.
+    """
+    call = prepare(
+        "linear_stats", hidden, weight, target, bias=bias, shard=shard, ignore_index=ignore_index, softcap=softcap,
+        logit_scale=logit_scale, backward=backward, sequence_parallel=sequence_parallel, entropy=entropy, argmax=argmax,
+        main_grad=main_grad, reduce_hidden_grad=reduce_hidden_grad,
+    )  # fmt: skip
+    lse, target_logit, entropies, _, ids = _run(call)
+    return LinearStats(
+        lse.view(call.shape),
+        target_logit.view(call.shape),
+        entropies.view(call.shape) if entropy else None,
+        ids.view(call.shape) if argmax else None,
+    )
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    shard: VocabShard | None = None,
+    ignore_index: int | None = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float | Tensor = 1.0,
+    backward="auto",
+    sequence_parallel: bool = False,
+    main_grad: Tensor | None = None,
+    reduce_hidden_grad: bool = True,
+) -> Tensor:
+    """Cross-entropy of a language-model head.
+
+    Equals::
+
+        logits = logit_scale * (hidden @ weight.T + bias).float()
+        logits = softcap * torch.tanh(logits / softcap)          # with a softcap
+        F.cross_entropy(logits.flatten(0, -2), target.flatten(), ignore_index=ignore_index, reduction=reduction,
+                        label_smoothing=label_smoothing)
+        + z_loss * logits.logsumexp(-1) ** 2                     # reduced in the same way
+
+    over the whole vocabulary of all ranks, except that "mean" over no token is 0 with zero gradients, where
+    PyTorch gives NaN. Neither the logits nor their gradient are ever materialised.
+
+    Args:
+        hidden, weight, target, bias, shard, ignore_index, softcap, logit_scale, backward, sequence_parallel,
+            main_grad, reduce_hidden_grad: see `linear_stats`.
+        reduction: "mean" over the tokens that are not ignored, "sum", or "none".
+        label_smoothing: in [0, 1]; the target keeps 1 - label_smoothing, the rest is spread evenly over all
+            `vocab_size` ids: (1 - s) * (lse - target_logit) + s * (lse - mean of all logits).
+        z_loss: weight of lse^2, which keeps the softmax's normaliser near 1.
+
+    Returns:
+        fp32 (fp64 for fp64 arguments): a scalar, or the target's shape with reduction "none". Same on all ranks.
+
+    Raises:
+        As `linear_stats`.
+    """
+    who = "linear_cross_entropy"
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{who}: reduction must be one of {REDUCTIONS}, got {reduction!r}")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"{who}: label_smoothing must be in [0, 1], got {label_smoothing}")
+    call = prepare(
+        who, hidden, weight, target, bias=bias, shard=shard, ignore_index=ignore_index, softcap=softcap,
+        logit_scale=logit_scale, backward=backward, sequence_parallel=sequence_parallel,
+        logit_sum=label_smoothing > 0, main_grad=main_grad, reduce_hidden_grad=reduce_hidden_grad,
+    )  # fmt: skip
+    lse, target_logit, _, logit_sum, _ = _run(call)
+    loss = lse - target_logit
+    if label_smoothing > 0:
+        loss = loss + label_smoothing * (target_logit - logit_sum / call.settings.vocab_size)
+    if z_loss != 0:
+        loss = loss + z_loss * lse.square()
+    if reduction == "none":
+        return loss.view(call.shape)
+    total = loss.sum()
+    if reduction == "sum":
+        return total
+    return total / _n_kept(call).clamp(min=1)
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    shard: VocabShard | None = None,
+    ignore_index: int | None = -100,
+    softcap: float | None = None,
+    logit_scale: float | Tensor = 1.0,
+    backward="auto",
+    sequence_parallel: bool = False,
+    entropy: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Log-probabilities of the targets, and the entropy of each token's distribution.
+
+    Equals::
+
+        logits = logit_scale * (hidden @ weight.T + bias).float()
+        logits = softcap * torch.tanh(logits / softcap)          # with a softcap
+        logprobs = logits.log_softmax(-1).gather(-1, target[..., None])[..., 0]
+
+    Arguments and errors are those of `linear_stats`. Values are never above 0, and 0 for ignored tokens.
+
+    Returns:
+        fp32 in the target's shape, or (log-probabilities, entropies) when `entropy` is set. Both differentiable.
+    """
+    stats = linear_stats(
+        hidden, weight, target, bias=bias, shard=shard, ignore_index=ignore_index, softcap=softcap,
+        logit_scale=logit_scale, backward=backward, sequence_parallel=sequence_parallel, entropy=entropy,
+    )  # fmt: skip
+    logprobs = stats.target_logit - stats.lse
+    return (logprobs, stats.entropy) if entropy else logprobs
+
+
+class LinearCrossEntropy(nn.Module):
+    """`linear_cross_entropy` with its options fixed, for code that composes modules.
+
+    Equals ``linear_cross_entropy(hidden, weight, target, bias=bias, **options)``; the options are that function's
+    keyword arguments.
+    """
+
+    def __init__(
+        self,
+        *,
+        shard: VocabShard | None = None,
+        ignore_index: int | None = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        logit_scale: float | Tensor = 1.0,
+        backward="auto",
+        sequence_parallel: bool = False,
+    ):
+        super().__init__()
+        if reduction not in REDUCTIONS:
+            raise ValueError(f"LinearCrossEntropy: reduction must be one of {REDUCTIONS}, got {reduction!r}")
+        self.options = dict(
+            shard=shard, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
+            z_loss=z_loss, softcap=softcap, logit_scale=logit_scale, backward=backward,
+            sequence_parallel=sequence_parallel,
+        )  # fmt: skip
+
+    def forward(self, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None) -> Tensor:
+        return linear_cross_entropy(hidden, weight, target, bias=bias, **self.options)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+
+
+def _run(call: Arguments):
+    outputs = autograd.head_stats(
+        call.hidden, call.weight, call.target, bias=call.bias, scale=call.scale, logit_scale=call.logit_scale,
+        softcap=call.softcap, main_grad=call.main_grad, settings=call.settings,
+    )  # fmt: skip
+    return outputs[:5]
+
+
+def _n_kept(call: Arguments) -> Tensor:
+    if call.settings.ignore_index is None:
+        return torch.full((), call.target.numel(), device=call.target.device)
+    return (call.target != call.settings.ignore_index).sum()

@@ -1,0 +1,83 @@
+"""How the backward computes the two gradients: every column, only the large ones, or an unbiased sample.
+
+    policy       dE = G @ weight and dC = G.T @ hidden use                    gradient
+    exact()      every column of G                                            exact
+    filtered()   128x128 tiles of G in which some |p - onehot| >= eps         biased: the rest is dropped
+    sampled()    columns of 128 tokens, kept with probability q = min(1, m / eps) and scaled by 1 / q, where m is
+                 the largest |p - onehot| of the column                       exact in expectation
+
+dE and dC may use different policies: pass `backward=(policy of dE, policy of dC)`. Cut Cross-Entropy's FullC
+(arXiv 2411.09009, section 5.3) is `(filtered(), exact())`; `(sampled(), exact())` is its unbiased counterpart.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class BackwardPolicy:
+    """Made by `exact`, `filtered` and `sampled`; compares by value."""
+
+    kind: str
+    eps: float = 0.0
+    sort: bool = False
+    deterministic: bool = False
+
+
+def exact() -> BackwardPolicy:
+    """Every column of G takes part: the gradient of `F.cross_entropy(hidden @ weight.T, target)` itself."""
+    return BackwardPolicy("exact")
+
+
+def filtered(eps: float = 2**-12, *, sort: bool = False, deterministic: bool = False) -> BackwardPolicy:
+    """Cut Cross-Entropy's rule: a tile of 128 tokens and 128 ids is dropped when all its |p - onehot| < eps.
+
+    The gradient is biased; it exists so that the paper can be reproduced and compared.
+
+    Args:
+        eps: threshold on |softmax - onehot|.
+        sort: order the vocabulary by mean logit first, so that large entries share tiles (paper, section 4.3).
+        deterministic: bitwise repeatable; may be slower.
+    """
+    return BackwardPolicy("filtered", _checked_eps("filtered", eps), sort, deterministic)
+
+
+def sampled(eps: float = 2**-12, *, deterministic: bool = False) -> BackwardPolicy:
+    """A column is kept with probability min(1, m / eps) and scaled by the inverse: exact in expectation.
+
+    Args:
+        eps: columns whose largest |softmax - onehot| reaches eps are always kept; smaller is closer and slower.
+        deterministic: bitwise repeatable for a given seed; otherwise only the order of fp32 additions may vary.
+    """
+    return BackwardPolicy("sampled", _checked_eps("sampled", eps), False, deterministic)
+
+
+def resolve(backward, dtype: torch.dtype, device: torch.device) -> tuple[BackwardPolicy, BackwardPolicy]:
+    """The policies of dE and dC that the argument `backward` stands for."""
+    pair = backward if isinstance(backward, tuple) else (backward, backward)
+    if len(pair) != 2:
+        raise ValueError(f"backward: expected a policy or (policy of dE, policy of dC), got a tuple of {len(pair)}")
+    half = dtype in (torch.bfloat16, torch.float16)
+    auto = sampled() if half and device.type == "cuda" else exact()
+    resolved = []
+    for policy in pair:
+        if isinstance(policy, str) and policy == "auto":
+            policy = auto
+        if not isinstance(policy, BackwardPolicy):
+            raise TypeError(
+                'backward: expected "auto", vpcce.exact(), vpcce.filtered(), vpcce.sampled() or a pair of them, '
+                f"got {policy!r}"
+            )
+        if policy.kind != "exact" and torch.are_deterministic_algorithms_enabled():
+            policy = BackwardPolicy(policy.kind, policy.eps, policy.sort, True)
+        resolved.append(policy)
+    return resolved[0], resolved[1]
+
+
+def _checked_eps(who: str, eps: float) -> float:
+    if not isinstance(eps, (int, float)) or isinstance(eps, bool):
+        raise TypeError(f"{who}: eps must be a float, got {type(eps).__name__}")
+    if not 0 < eps <= 1:
+        raise ValueError(f"{who}: expected 0 < eps <= 1, got {eps}")
+    return float(eps)
