@@ -1,0 +1,205 @@
+"""Logits that do not exist yet: what the output layer hands to a Megatron model that will ask for the loss.
+
+A Megatron model calls its output layer, may scale the logits, and passes them to `compute_language_model_loss`;
+multi-token prediction does the same once per depth and then takes an argmax. `DeferredLogits` travels that road in
+the logits' place and knows what they would have been made of:
+
+    logits = scale * (hidden @ weight.T + bias)         [s, b, V / T], or [s, b, V] when they would be gathered
+
+    what happens to it            what it does                                          products with weight
+    times or divided by a number  remembers the factor (MuP's output multiplier)        none
+    cross_entropy(labels)         the fused loss                                        one forward
+    argmax, max                   the ids, found in the loss's own pass when `cross_
+                                  entropy` was asked for them, else in one more         none, or one
+    anything else                 the layer's real logits, made by Megatron's code      one, and the memory
+
+So code that does not know about it (a logger, a new scaling rule) gets a correct number and pays for it. It is not a
+tensor: an autograd.Function would not see through it, which is why the layer defers only inside a model call that
+ends in `compute_language_model_loss`, see `vpcce.parallel.megatron`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from vpcce import autograd
+from vpcce.arguments import prepare
+from vpcce.parallel import collectives
+from vpcce.parallel.shard import VocabShard
+from vpcce.parallel.wgrad import through_main_grad
+
+WHO = "vpcce.parallel.megatron"
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """What `vpcce.parallel.megatron.install` accepts; described there."""
+
+    backward: Any = "auto"
+    ignore_index: int | None = None
+    skip_masked_tokens: bool = False
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    vocab_size: int | None = None
+    gradient_accumulation_fusion: bool | None = None
+
+
+@dataclass(frozen=True)
+class Operands:
+    """One call of the output layer, as the layer was when it was called."""
+
+    hidden: Tensor  # [s, b, h], or [s / T, b, h] with sequence_parallel
+    weight: Tensor  # [V / T, h], the layer's own or the embedding's
+    bias: Tensor | None  # [V / T]
+    shard: VocabShard
+    sequence_parallel: bool
+    gathers_output: bool  # the real logits would span the whole vocabulary
+    accumulates: bool  # dC goes to weight.main_grad
+    reduces_hidden_grad: bool  # False under disable_grad_reduce
+
+
+class DeferredLogits:
+    """Stands for `scale * (hidden @ weight.T + bias)`; see the module's table."""
+
+    def __init__(
+        self,
+        operands: Operands,
+        options: HeadOptions,
+        real_logits: Callable[[], Tensor],
+        scale: float = 1.0,
+        greedy: Tensor | None = None,
+    ):
+        self._operands = operands
+        self._options = options
+        self._real_logits = real_logits
+        self._scale = scale
+        self._greedy = greedy  # [s, b] int64 global ids, once the loss's pass has found them
+
+    def cross_entropy(self, labels: Tensor, *, argmax: bool = False) -> Tensor:
+        """The loss of each token, fp32 [b, s].
+
+        Labels outside the vocabulary have loss 0 and no gradient: Megatron gives them a finite loss without meaning
+        and leaves it to the loss mask to remove it. They cost nothing where the options name an `ignore_index`.
+
+        Args:
+            labels: [b, s] int64, global ids.
+            argmax: find the ids for `argmax` and `max` in the same pass.
+        """
+        ids = labels.transpose(0, 1).reshape(-1)  # token order of hidden
+        unknown = (ids < 0) | (ids >= self._operands.shard.vocab_size)
+        ignored = self._options.ignore_index
+        loss, greedy = self._run(ids.masked_fill(unknown, 0 if ignored is None else ignored), ignored, argmax)
+        if ignored is None:
+            loss = loss.masked_fill(unknown, 0)
+        tokens = labels.shape[::-1]  # [s, b]
+        if argmax:
+            self._greedy = greedy.view(tokens)
+        return loss.view(tokens).transpose(0, 1).contiguous()
+
+    def argmax(self, dim: int | None = None, keepdim: bool = False) -> Tensor:
+        """Ids of the largest logits; local rows where the real logits would be a shard, like theirs."""
+        if dim not in (-1, 2) or keepdim or not self._spans_vocabulary():
+            return self.materialize().argmax(dim, keepdim)
+        return self._greedy_ids()
+
+    def max(self, *args: Any, **kwargs: Any) -> Any:
+        """`max(dim=-1)` without gradients, for Megatron's search over shards: (rank of the shard, local row).
+
+        Megatron compares the shards' values only to find the shard that holds the token's largest logit. That shard
+        answers +inf and the others -inf, so the values decide the comparison and cannot be taken for logits.
+        """
+        if torch.is_grad_enabled() or args or kwargs not in ({"dim": -1}, {"dim": 2}) or self._spans_vocabulary():
+            return self.materialize().max(*args, **kwargs)
+        shard = self._operands.shard
+        row = self._greedy_ids() - shard.start
+        mine = (row >= 0) & (row < shard.n_rows)
+        value = torch.where(mine, torch.inf, -torch.inf)
+        return torch.return_types.max((value, row.clamp(0, max(shard.n_rows - 1, 0))))
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    @property
+    def shape(self) -> torch.Size:
+        hidden, ranks = self._operands.hidden, collectives.size(self._operands.shard.group)
+        tokens = hidden.shape[0] * (ranks if self._operands.sequence_parallel else 1)
+        columns = self._operands.shard.n_rows * (ranks if self._operands.gathers_output else 1)
+        return torch.Size((tokens, *hidden.shape[1:-1], columns))
+
+    def materialize(self) -> Tensor:
+        """The real logits, as Megatron's layer computes them."""
+        logits = self._real_logits()
+        return logits if self._scale == 1.0 else logits * self._scale
+
+    def _times(self, factor: float) -> DeferredLogits:
+        return DeferredLogits(self._operands, self._options, self._real_logits, self._scale * factor, self._greedy)
+
+    def __mul__(self, other: Any) -> Any:
+        # A cap after which the factor would come does not commute with it.
+        if isinstance(other, Real) and other > 0 and self._options.softcap is None:
+            return self._times(float(other))
+        return self.materialize() * other
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Any:
+        return self * (1.0 / other) if isinstance(other, Real) and other > 0 else self.materialize() / other
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # before __init__ has run, as in copying
+            raise AttributeError(name)
+        return getattr(self.materialize(), name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.materialize()[index]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.argmax and isinstance(args[0], cls):
+            return args[0].argmax(*args[1:], **kwargs)
+        if func is torch.mul and isinstance(args[0], cls):
+            return args[0] * args[1]
+        args, kwargs = tree_map(lambda a: a.materialize() if isinstance(a, cls) else a, (args, dict(kwargs)))
+        return func(*args, **kwargs)
+
+    def _spans_vocabulary(self) -> bool:
+        return self._operands.gathers_output or collectives.size(self._operands.shard.group) == 1
+
+    def _greedy_ids(self) -> Tensor:
+        if self._greedy is None:
+            tokens = self.shape[:-1]
+            target = self._operands.hidden.new_zeros(tokens.numel(), dtype=torch.int64)
+            with torch.no_grad():
+                self._greedy = self._run(target, None, True)[1].view(tokens)
+        return self._greedy
+
+    def _run(self, target: Tensor, ignore_index: int | None, argmax: bool) -> tuple[Tensor, Tensor]:
+        """(loss, argmax) of flattened tokens; the argmax is empty where it was not asked for."""
+        operands, options = self._operands, self._options
+        weight, main_grad = through_main_grad(operands.weight) if operands.accumulates else (operands.weight, None)
+        call = prepare(
+            WHO, operands.hidden, weight, target, bias=operands.bias, shard=operands.shard,
+            ignore_index=ignore_index, softcap=options.softcap, logit_scale=self._scale * options.logit_scale,
+            backward=options.backward, sequence_parallel=operands.sequence_parallel, argmax=argmax,
+            logit_sum=options.label_smoothing > 0, reduce_hidden_grad=operands.reduces_hidden_grad,
+        )  # fmt: skip
+        lse, target_logit, _, logit_sum, ids, *_ = autograd.head_stats(
+            call.hidden, call.weight, call.target, bias=call.bias, scale=call.scale, settings=call.settings,
+            main_grad=main_grad,
+        )  # fmt: skip
+        loss = lse - target_logit
+        if options.label_smoothing > 0:
+            loss = loss + options.label_smoothing * (target_logit - logit_sum / call.settings.vocab_size)
+        if options.z_loss != 0:
+            loss = loss + options.z_loss * lse.square()
+        return loss, ids

@@ -1,0 +1,127 @@
+"""Small Megatron models on CPU, one batch, and one training step: what the Megatron tests share.
+
+Each test builds the same model twice from the same seed (`use_cpu_initialization` makes a weight whole and cuts it,
+so the model does not depend on the TP size either), installs vpcce into one of them, and compares a step of both.
+"""
+
+import contextlib
+import warnings
+
+import spawn
+import torch
+from torch import Tensor
+
+warnings.filterwarnings("ignore")
+# Importing Megatron takes two seconds; once, in the server that forks the ranks, is enough.
+spawn._context.set_forkserver_preload(
+    ["torch.distributed", "vpcce", "megatron.core.models.gpt.gpt_layer_specs", "megatron.core.models.T5.t5_model",
+     "megatron.core.distributed", "megatron.core.optimizer", "megatron.core.dist_checkpointing.serialization"]
+)  # fmt: skip
+
+VOCAB, HIDDEN, SEQ, BATCH = 64, 32, 8, 2
+
+
+def start(tp: int = 1, **parallel) -> None:
+    """Prepares this rank for Megatron: the CPU stands for its GPU, groups are made."""
+    import sys
+    from pathlib import Path
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "launch"))
+    from megatron_cpu import use_cpu
+
+    use_cpu()
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, **parallel)
+
+
+def config(tp: int = 1, **changes):
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    settings = dict(
+        num_layers=2, hidden_size=HIDDEN, num_attention_heads=4, ffn_hidden_size=64, use_cpu_initialization=True,
+        tensor_model_parallel_size=tp, hidden_dropout=0.0, attention_dropout=0.0,
+    )  # fmt: skip
+    return TransformerConfig(**(settings | changes))
+
+
+def gpt(cfg, *, tied: bool = False, seed: int = 1234, vocab: int = VOCAB, **kwargs):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    torch.manual_seed(seed)
+    spec = get_gpt_layer_local_spec()
+    if cfg.mtp_num_layers:
+        kwargs["mtp_block_spec"] = get_gpt_mtp_block_spec(cfg, spec, use_transformer_engine=False)
+    settings = dict(max_sequence_length=16, position_embedding_type="rope") | kwargs
+    return GPTModel(cfg, spec, vocab_size=vocab, share_embeddings_and_output_weights=tied, **settings)
+
+
+def batch(seed: int = 7, vocab: int = VOCAB) -> dict[str, Tensor]:
+    """Arguments of a GPTModel call; two labels are masked, one of them outside the vocabulary."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, vocab, (BATCH, SEQ), generator=generator)
+    loss_mask = torch.ones(BATCH, SEQ)
+    labels[0, 3] = -100
+    loss_mask[0, 3] = loss_mask[1, 5] = 0
+    return dict(
+        input_ids=torch.randint(0, vocab, (BATCH, SEQ), generator=generator),
+        position_ids=torch.arange(SEQ).expand(BATCH, SEQ),
+        attention_mask=torch.ones(1, 1, SEQ, SEQ).triu(1).bool().expand(BATCH, 1, SEQ, SEQ),
+        labels=labels,
+        loss_mask=loss_mask,
+    )
+
+
+def step(model, arguments: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The token losses, masked, and every gradient of their weighted sum."""
+    model.zero_grad()
+    loss_mask = arguments["loss_mask"]
+    weights = torch.linspace(0.5, 1.5, loss_mask.numel()).view(loss_mask.shape)  # tells tokens apart
+    loss = model(**arguments) * loss_mask
+    (loss * weights).sum().backward()
+    return loss.detach().clone(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(ours, theirs, what: str = "", k: float = 1.0) -> None:
+    """Equal up to fp32 rounding: sums in another order, so approximate, relative to the tensor's largest value."""
+    (our_loss, our_grads), (their_loss, their_grads) = ours, theirs
+    assert our_loss.dtype == their_loss.dtype and our_loss.shape == their_loss.shape
+    torch.testing.assert_close(our_loss, their_loss, rtol=2e-6, atol=2e-6, msg=lambda m: f"{what} loss: {m}")
+    assert our_grads.keys() == their_grads.keys(), what
+    for name, theirs in their_grads.items():
+        assert theirs.abs().max() > 0, f"{what} {name}: a zero gradient proves nothing"
+        bound = k * 5e-6 * theirs.abs().max().item()
+        error = (our_grads[name] - theirs).abs().max().item()
+        assert error <= bound, f"{what} {name}: error {error:.2e} > {bound:.2e}"
+
+
+@contextlib.contextmanager
+def counted_collectives():
+    """A list of (name, numel) of the collectives over the tensor-parallel group that run inside."""
+    import torch.distributed as dist
+
+    from vpcce.parallel import collectives
+
+    seen: list[tuple[str, int]] = []
+    undo = []
+
+    def watch(module, name: str, index: int) -> None:
+        original = getattr(module, name)
+
+        def counting(*args, **kwargs):
+            seen.append((name.lstrip("_"), args[index].numel()))
+            return original(*args, **kwargs)
+
+        setattr(module, name, counting)
+        undo.append((module, name, original))
+
+    watch(collectives, "_all_gather", 1)
+    watch(collectives, "_reduce_scatter", 1)
+    watch(dist, "all_reduce", 0)
+    try:
+        yield seen
+    finally:
+        for module, name, original in undo:
+            setattr(module, name, original)
