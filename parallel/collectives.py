@@ -44,9 +44,9 @@ def gather_stats(packed: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """[k, N] of this rank -> [T, k, N] of all ranks, in rank order."""
     if group is None:
         return packed[None]
-    out = packed.new_empty(size(group), *packed.shape)
+    out = packed.new_empty(size(group) * packed.shape[0], packed.shape[1])  # gloo wants ranks along a given dimension
     _all_gather(out, packed.contiguous(), group=group)
-    return out
+    return out.view(size(group), *packed.shape)
 
 
 def gather_tokens(shard: Tensor, group: dist.ProcessGroup | None) -> Tensor:
