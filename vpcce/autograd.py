@@ -19,7 +19,7 @@ is no tensor. Nothing here waits for the device, except the comparison of settin
 
 import ast
 import functools
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ class Settings:
         return BackwardPolicy(*self.hidden_policy), BackwardPolicy(*self.weight_policy)
 
     def encode(self) -> str:
-        return repr(astuple(self))
+        return repr(tuple(vars(self).values()))  # in field order; astuple would copy, which torch.compile cannot trace
 
 
 @functools.lru_cache(maxsize=1024)
