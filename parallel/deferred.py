@@ -29,8 +29,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from vpcce import autograd
-from vpcce.arguments import prepare
+from vpcce.loss import linear_cross_entropy, linear_stats
 from vpcce.parallel import collectives
 from vpcce.parallel.shard import VocabShard
 from vpcce.parallel.wgrad import through_main_grad
@@ -82,7 +81,7 @@ class DeferredLogits:
         self._options = options
         self._real_logits = real_logits
         self._scale = scale
-        self._greedy = greedy  # [s, b] int64 global ids, once the loss's pass has found them
+        self._greedy = greedy  # [s * b] int64 global ids, once a pass has found them
 
     def cross_entropy(self, labels: Tensor, *, argmax: bool = False) -> Tensor:
         """The loss of each token, fp32 [b, s].
@@ -92,18 +91,18 @@ class DeferredLogits:
 
         Args:
             labels: [b, s] int64, global ids.
-            argmax: find the ids for `argmax` and `max` in the same pass.
+            argmax: find the ids for `argmax` and `max` in the same pass where possible.
         """
         ids = labels.transpose(0, 1).reshape(-1)  # token order of hidden
         unknown = (ids < 0) | (ids >= self._operands.shard.vocab_size)
         ignored = self._options.ignore_index
-        loss, greedy = self._run(ids.masked_fill(unknown, 0 if ignored is None else ignored), ignored, argmax)
+        target = ids.masked_fill(unknown, 0 if ignored is None else ignored)
+        # Smoothing needs the sum of all logits, which comes without an argmax; ignored tokens come with id 0.
+        argmax = argmax and self._options.label_smoothing == 0 and (ignored is None or ignored < 0)
+        loss, self._greedy = self._loss(target, ignored, argmax)
         if ignored is None:
             loss = loss.masked_fill(unknown, 0)
-        tokens = labels.shape[::-1]  # [s, b]
-        if argmax:
-            self._greedy = greedy.view(tokens)
-        return loss.view(tokens).transpose(0, 1).contiguous()
+        return loss.view(labels.shape[::-1]).transpose(0, 1).contiguous()
 
     def argmax(self, dim: int | None = None, keepdim: bool = False) -> Tensor:
         """Ids of the largest logits; local rows where the real logits would be a shard, like theirs."""
@@ -180,26 +179,24 @@ class DeferredLogits:
             tokens = self.shape[:-1]
             target = self._operands.hidden.new_zeros(tokens.numel(), dtype=torch.int64)
             with torch.no_grad():
-                self._greedy = self._run(target, None, True)[1].view(tokens)
-        return self._greedy
+                _, self._greedy = self._loss(target, None, True)
+        return self._greedy.view(self.shape[:-1])
 
-    def _run(self, target: Tensor, ignore_index: int | None, argmax: bool) -> tuple[Tensor, Tensor]:
-        """(loss, argmax) of flattened tokens; the argmax is empty where it was not asked for."""
+    def _loss(self, target: Tensor, ignore_index: int | None, argmax: bool) -> tuple[Tensor, Tensor | None]:
+        """The losses of flattened tokens, and their argmax."""
         operands, options = self._operands, self._options
         weight, main_grad = through_main_grad(operands.weight) if operands.accumulates else (operands.weight, None)
-        call = prepare(
-            WHO, operands.hidden, weight, target, bias=operands.bias, shard=operands.shard,
-            ignore_index=ignore_index, softcap=options.softcap, logit_scale=self._scale * options.logit_scale,
-            backward=options.backward, sequence_parallel=operands.sequence_parallel, argmax=argmax,
-            logit_sum=options.label_smoothing > 0, reduce_hidden_grad=operands.reduces_hidden_grad,
+        arguments = dict(
+            bias=operands.bias, shard=operands.shard, ignore_index=ignore_index, softcap=options.softcap,
+            logit_scale=self._scale * options.logit_scale, backward=options.backward,
+            sequence_parallel=operands.sequence_parallel, main_grad=main_grad,
+            reduce_hidden_grad=operands.reduces_hidden_grad,
         )  # fmt: skip
-        lse, target_logit, _, logit_sum, ids, *_ = autograd.head_stats(
-            call.hidden, call.weight, call.target, bias=call.bias, scale=call.scale, settings=call.settings,
-            main_grad=main_grad,
-        )  # fmt: skip
-        loss = lse - target_logit
-        if options.label_smoothing > 0:
-            loss = loss + options.label_smoothing * (target_logit - logit_sum / call.settings.vocab_size)
-        if options.z_loss != 0:
-            loss = loss + options.z_loss * lse.square()
-        return loss, ids
+        if not argmax:
+            loss = linear_cross_entropy(
+                operands.hidden, weight, target, reduction="none", label_smoothing=options.label_smoothing,
+                z_loss=options.z_loss, **arguments,
+            )  # fmt: skip
+            return loss, None
+        stats = linear_stats(operands.hidden, weight, target, argmax=True, **arguments)
+        return stats.lse - stats.target_logit + options.z_loss * stats.lse.square(), stats.argmax

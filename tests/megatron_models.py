@@ -30,6 +30,7 @@ def start(tp: int = 1, **parallel) -> None:
     from megatron_cpu import use_cpu
 
     use_cpu()
+    torch.cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()  # asked for by recomputation
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
@@ -125,3 +126,64 @@ def counted_collectives():
     finally:
         for module, name, original in undo:
             setattr(module, name, original)
+
+
+@contextlib.contextmanager
+def counted_real_logits():
+    """A list that grows whenever Megatron's output layer computes logits."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    seen = []
+    original = ColumnParallelLinear.forward
+
+    def forward(self, *args, **kwargs):
+        output = original(self, *args, **kwargs)
+        if self.output_size >= VOCAB and output[0].shape[-1] in (self.output_size, self.output_size_per_partition):
+            if self.weight is None or getattr(self.weight, "is_embedding_or_output_parameter", False):
+                seen.append(tuple(output[0].shape))
+        return output
+
+    ColumnParallelLinear.forward = forward
+    try:
+        yield seen
+    finally:
+        ColumnParallelLinear.forward = original
+
+
+def head_step(model, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, dE, dC) of the output layer alone, called the way the model calls it; rows outside the mask dropped."""
+    from vpcce.parallel.megatron import VocabParallelCCEOutputLayer
+
+    model.zero_grad()
+    hidden = hidden.clone().requires_grad_()
+    if isinstance(model.output_layer, VocabParallelCCEOutputLayer):
+        model._vpcce.labels = labels
+    logits, _ = model.output_layer(hidden)
+    loss = model.compute_language_model_loss(labels, logits) * (labels >= 0)
+    if isinstance(model.output_layer, VocabParallelCCEOutputLayer):
+        model._vpcce.labels = None
+    loss.sum().backward()
+    return loss.detach(), hidden.grad, model.output_layer.weight.grad
+
+
+def collectives_of_head(model, hidden: Tensor, labels: Tensor) -> list[tuple[str, int]]:
+    with counted_collectives() as seen:
+        head_step(model, hidden, labels)
+    return seen
+
+
+def has_option(name: str) -> bool:
+    """Whether this megatron-core's TransformerConfig has a field of that name."""
+    import dataclasses
+
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return name in {field.name for field in dataclasses.fields(TransformerConfig)}
+
+
+def has_output_processor() -> bool:
+    import inspect
+
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    return "output_processor" in inspect.signature(GPTModel.forward).parameters
