@@ -1,0 +1,110 @@
+"""Marks: one bit per (row block, column) that the forward leaves for the packed backward.
+
+The forward marks a column when one of the block's 128 tokens may reach the threshold of that column:
+
+    x - reference > threshold          in base-2 units; reference is a lower bound of the token's log-sum-exp
+
+Packing predicates needs few instructions if the bits of one word lie in one thread. In the accumulator layout of
+tensor cores a thread holds, of each 8 neighbouring columns, the same two; so word w of a 256-column tile collects
+the columns w, w + 8, w + 16, ...: 32 compares, selects and adds inside a thread, and only eight words per tile and
+row cross threads (a maximum over tokens of every column would shuffle 256 values: 18% of the forward, measured).
+
+    column c  <->  word (c // 256) * 8 + c % 8, bit (c // 8) % 32      e.g. c = 300: word 8 + 4 = 12, bit 37 % 32 = 5
+
+Tiles narrower than 256 columns write 16- or 8-bit parts of the words. Bits of columns beyond the vocabulary and words
+of row blocks without tokens are undefined; readers mask them.
+
+Is the bound a bound? `reference` and x carry rounding errors, and the backward recomputes x in another order of
+additions. SLACK covers both: 2^-6 absolutely (1.6% of a probability; products whose absolute terms sum up to 2^16
+still fit) plus 2^-13 of |reference|, since a column matters only if its x is within 25 of it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .coin import ROW_BLOCK
+
+WORD_TILE = 256  # columns of eight words
+SLACK: tl.constexpr = tl.constexpr(2.0**-6)
+SLACK_RELATIVE: tl.constexpr = tl.constexpr(2.0**-13)
+
+
+def marks_shape(n_rows: int, n_columns: int) -> tuple[int, int]:
+    return triton.cdiv(n_rows, ROW_BLOCK), triton.cdiv(n_columns, WORD_TILE) * 8
+
+
+@triton.jit
+def mark_reference(lower_bound, running_max, running_sum):
+    """Lower bound of each token's log-sum-exp minus the slack, base-2 units; pass +inf for rows that do not count."""
+    bound = tl.maximum(lower_bound, running_max + tl.log2(running_sum))
+    return bound - SLACK - SLACK_RELATIVE * tl.abs(bound)
+
+
+@triton.jit
+def store_marks(
+    bits_ptr,  # [row blocks, words] int32
+    n_words,
+    row_block,
+    tile,  # index of this tile of BLOCK_N columns
+    x,  # [128, BLOCK_N] base-2 logits, -inf beyond the vocabulary
+    reference,  # [128] from `mark_reference`
+    threshold,  # [BLOCK_N] from `coin_thresholds`
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Writes the tile's marks, BLOCK_N in {64, 128, 256}."""
+    tl.static_assert(BLOCK_M == 128)
+    PARTS: tl.constexpr = 256 // BLOCK_N
+    hit = (x - reference[:, None]) > threshold[None, :]
+    weight = 1 << tl.arange(0, BLOCK_N // 8)
+    bits = tl.where(hit.reshape([BLOCK_M, BLOCK_N // 8, 8]), weight[None, :, None], 0)
+    words = tl.reduce_or(tl.sum(bits, 1), 0)  # distinct bits: their sum is their union
+    offs = row_block.to(tl.int64) * n_words + (tile // PARTS) * 8 + tl.arange(0, 8)
+    if PARTS == 1:
+        tl.store(bits_ptr + offs, words)
+    elif PARTS == 2:
+        tl.store(bits_ptr.to(tl.pointer_type(tl.int16)) + offs * 2 + tile % 2, words.to(tl.int16))
+    else:
+        tl.store(bits_ptr.to(tl.pointer_type(tl.int8)) + offs * 4 + tile % 4, words.to(tl.int8))
+
+
+@triton.jit
+def _mark_targets_kernel(
+    bits_ptr,  # [row blocks, words] int32
+    target_ptr,  # [N] int64, -1 for elsewhere
+    n_rows_ptr,  # [1] int32 or None
+    n,
+    n_words,
+    BLOCK: tl.constexpr,
+):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if n_rows_ptr is not None:
+        n = tl.minimum(n, tl.load(n_rows_ptr))
+    target = tl.load(target_ptr + offs, mask=offs < n, other=-1)
+    word = (offs // 128).to(tl.int64) * n_words + (target // 256) * 8 + target % 8
+    bit = (1 << ((target // 8) % 32).to(tl.int32)).to(tl.int32)
+    tl.atomic_or(bits_ptr + word, bit, mask=target >= 0, sem="relaxed")
+
+
+def mark_targets(bits: Tensor, target: Tensor, n_rows: Tensor | None) -> None:
+    """Marks every token's target: |G| is large where p is small there, which no bound of p shows. In place."""
+    n = target.shape[0]
+    if n:
+        _mark_targets_kernel[(triton.cdiv(n, 256),)](bits, target, n_rows, n, bits.shape[1], BLOCK=256, num_warps=4)
+
+
+def unpack_marks(bits: Tensor, n_columns: int) -> Tensor:
+    """[row blocks, n_columns] bool in vocabulary order."""
+    each = bits.view(bits.shape[0], -1, 1, 8) >> torch.arange(32, device=bits.device, dtype=torch.int32)[:, None]
+    return (each & 1).bool().reshape(bits.shape[0], -1)[:, :n_columns]
+
+
+def pack_marks(marks: Tensor) -> Tensor:
+    """The inverse of `unpack_marks`; bits beyond the vocabulary are 0."""
+    n_blocks, n_columns = marks.shape
+    padded = torch.nn.functional.pad(marks.to(torch.int64), (0, -n_columns % WORD_TILE))
+    weight = 1 << torch.arange(32, device=marks.device)[:, None]
+    words = (padded.view(n_blocks, -1, 32, 8) * weight).sum(2).reshape(n_blocks, -1)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
