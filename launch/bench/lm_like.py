@@ -1,9 +1,9 @@
 """A synthetic language-model head whose softmax is as sparse as a trained model's.
 
 The sampled and filtered backwards do work where |softmax - onehot| is large, so random hidden states and
-weights would time the wrong thing. Here logits are a Zipf unigram prior, carried by one direction of the hidden
-space that every token shares, plus for each token a few candidates drawn from that prior, plus noise. Targets
-are drawn from the resulting softmax.
+weights would time the wrong thing. Here logits are a Zipf unigram prior, carried by one direction of the
+hidden space that every token shares, plus for each token a few candidates drawn from that prior, plus noise.
+Targets are drawn from the resulting softmax.
 
     kind        sigma  candidates  peak
     "default"   1.6    24          9     about as sparse as Qwen2.5's head on real text
