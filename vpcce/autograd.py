@@ -269,7 +269,8 @@ class HeadStats(torch.autograd.Function):
 
     @staticmethod
     def forward(hidden, weight, target, bias, scale, column_weight, logit_scale, softcap, settings, main_grad):
-        return head_stats_op(hidden, weight, target, bias, scale, column_weight, logit_scale, softcap, settings)
+        with torch.autocast(hidden.device.type, enabled=False):
+            return head_stats_op(hidden, weight, target, bias, scale, column_weight, logit_scale, softcap, settings)
 
     setup_context = staticmethod(_setup_context)
 
@@ -280,7 +281,7 @@ class HeadStats(torch.autograd.Function):
         needs = "".join(letter for letter, index in (("h", 0), ("w", 1), ("b", 3), ("s", 4)) if need[index])
         upstream = (grad_lse, grad_target_logit, grad_entropy, grad_logit_sum)
         create_graph = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(saved[0].device.type, enabled=False):
             grads = head_stats_backward_op(*upstream, *saved, ctx.main_grad, needs, *ctx.options)
         if create_graph:
             sources = [t for t in (*upstream, *saved[:2]) if t is not None]

@@ -2,7 +2,7 @@
 
 The same functions as `vpcce.kernels.local`, see `vpcce.kernels.problem` for what they are asked. Logits exist for
 one slice of the vocabulary at a time, [N, width] with N * width bounded, so memory stays near the inputs and the
-gradients; a slice of 8 Mi fp32 numbers also stays in the caches of a CPU, which makes the recomputation in the
+gradients; such a block also stays in the caches of a CPU, which makes the recomputation in the
 backward about as fast as reading stored logits back.
 
 bf16 and fp16 operands are widened to fp32 slice by slice, so products and sums are fp32 and each result is rounded
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from vpcce.kernels.problem import Head, HiddenGradReady, LocalStats, Marks, Policy, RowGradients, Sampling
 
-# Numbers in one [N, width] block of logits: 16 MiB in fp32.
-BLOCK_NUMEL = 2**22
+# Numbers in one [N, width] block of logits: 8 MiB in fp32.
+BLOCK_NUMEL = 2**21
 # Slices narrower than this leave matrix products inefficient; N above BLOCK_NUMEL / MIN_WIDTH makes larger blocks.
 MIN_WIDTH = 256
 

@@ -1,0 +1,42 @@
+"""The same losses written plainly: materialised logits, `torch.nn.functional`, any dtype."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def logits_of(hidden, weight, bias=None, logit_scale=1.0, softcap=None) -> Tensor:
+    """[N, V] in fp32, or fp64 for fp64 arguments."""
+    wide = torch.promote_types(torch.float32, torch.promote_types(hidden.dtype, weight.dtype))
+    x = hidden.flatten(0, -2).to(wide) @ weight.to(wide).T
+    if bias is not None:
+        x = x + bias.to(wide)
+    x = x * logit_scale
+    return x if softcap is None else softcap * torch.tanh(x / softcap)
+
+
+def cross_entropy(
+    hidden, weight, target, *, bias=None, logit_scale=1.0, softcap=None, ignore_index=-100, reduction="mean",
+    label_smoothing=0.0, z_loss=0.0,
+):  # fmt: skip
+    """What `vpcce.linear_cross_entropy` says it equals, on one rank."""
+    x = logits_of(hidden, weight, bias, logit_scale, softcap)
+    flat = target.flatten().long()
+    loss = F.cross_entropy(x, flat, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing)
+    kept = flat != ignore_index
+    loss = loss + torch.where(kept, z_loss * x.logsumexp(-1).square(), 0.0)
+    if reduction == "none":
+        return loss.view(target.shape)
+    return loss.sum() / (kept.sum().clamp(min=1) if reduction == "mean" else 1)
+
+
+def problem(n, v, d, dtype=torch.float64, *, bias=False, seed=0, ignored=0.0, device="cpu", scale=1.0):
+    """hidden, weight, bias or None, target, with gradients wanted; the softmax is neither flat nor one-hot."""
+    g = torch.Generator().manual_seed(seed)
+    hidden = (scale * torch.randn(n, d, generator=g, dtype=torch.float64)).to(dtype)
+    weight = (3 * torch.randn(v, d, generator=g, dtype=torch.float64) / d**0.5).to(dtype)
+    offset = torch.randn(v, generator=g, dtype=torch.float64).to(dtype) if bias else None
+    target = torch.randint(0, v, (n,), generator=g)
+    target[torch.rand(n, generator=g) < ignored] = -100
+    leaves = [t if t is None else t.to(device).requires_grad_() for t in (hidden, weight, offset)]
+    return *leaves, target.to(device)
