@@ -4,8 +4,8 @@ A *step* is `loss = loss_of()` and `loss.backward()` on leaves `hidden` and `wei
 before.
 
 - Time: warm-up calls first, so that compilation and the allocator's growth stay out; then single calls timed
-  with device events, and their median. The number of repeats follows from a time budget and the first warm call;
-  the inputs are much larger than any cache.
+  with device events, and their median. The number of repeats follows from a time budget and the first warm
+  call; the inputs are much larger than any cache.
 - Memory: the allocator's peak during one warm step minus what was allocated before it: gradients included,
   inputs not.
 - Error: |x - truth| / |truth| in the Frobenius norm. The truth is the fp32 product and softmax of the same
@@ -154,7 +154,7 @@ def measure(
     main_grad: Tensor | None = None,
     kernels: bool = False,
 ) -> dict[str, object]:
-    """forward_ms, total_ms, peak_mb, error_loss, error_dE, error_dC; `main_grad` stands for weight's gradient.
+    """forward_ms, total_ms, peak_mb, error_loss, error_dE, error_dC; `main_grad` takes the place of weight.grad.
 
     The gradients of a call are dropped before the next one, so that each call allocates them anew.
     """

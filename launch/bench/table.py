@@ -3,8 +3,8 @@
     python launch/bench/table.py                          the tables and the limits
     python launch/bench/table.py --only limits            exit code 1 when a "must" does not hold
 
-A limit that was not measured counts as neither held nor missed. A peer "without logits" needs less than a tenth of
-the N x V bf16 logits beyond the gradients.
+A limit that was not measured counts as neither held nor missed. A peer "without logits" needs less than a tenth
+of the N x V bf16 logits beyond the gradients.
 """
 
 import argparse

@@ -3,10 +3,10 @@
     python launch/bench/tokenise.py corpus.npz FOLDER... --limit 11000000
 
 Reads .txt, .rst, .pod, .html, .py and their .gz, drops HTML tags, and encodes with Mistral NeMo's tokenizer
-(131,072 entries, from the package mistral-common). Files come in the order of their names, with an end-of-text
-token (id 2) after each. The array is uint32, compressed. Debian's packages python3.11-doc, perl-doc,
-postgresql-doc-15 and linux-doc-6.1 (for the first and the last only the folders `_sources`) hold more than the
-11 million tokens used for the results here.
+(131,072 entries, from the package mistral-common). Files come in the order of their names, each followed by an
+end-of-text token (id 2). The array is uint32, compressed. Debian's packages python3.11-doc, perl-doc,
+postgresql-doc-15 and linux-doc-6.1 (of the first and the last only the folders `_sources`) hold more than the 11
+million tokens used for the results here.
 """
 
 import argparse

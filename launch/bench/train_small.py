@@ -2,10 +2,10 @@
 
     python launch/bench/tokenise.py corpus.npz FOLDER...          once, needs mistral-common
     python launch/bench/train_small.py corpus.npz                 nine runs, under 4 minutes on an H200
-    python launch/bench/train_small.py corpus.npz --save-head head.pt      also a trained head, for head.py --head
+    python launch/bench/train_small.py corpus.npz --save-head head.pt     and a trained head for head.py --head
 
-A decoder of 4 layers of width 512 with a head of 131,072 entries that is not tied to the embedding: most of the
-work is in the head, and rare tokens get little but the small negative gradients that a biased filter would drop.
+A decoder of 4 layers of width 512 with a head of 131,072 entries that is not tied to the embedding: most of
+the work is in the head, and rare tokens get little but the small gradients that a biased filter would drop.
 A seed fixes the initial weights, the order of the batches and the coins; policies differ in nothing else. The
 validation loss is the plain cross-entropy of held-out blocks of text.
 
