@@ -75,14 +75,19 @@ def batch(seed: int = 7, vocab: int = VOCAB) -> dict[str, Tensor]:
     )
 
 
-def step(model, arguments: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+def step(
+    model, arguments: dict[str, Tensor], loss_mask: Tensor | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The token losses, masked, and every gradient of their weighted sum."""
     model.zero_grad()
-    loss_mask = arguments["loss_mask"]
+    loss_mask = arguments["loss_mask"] if loss_mask is None else loss_mask
     weights = torch.linspace(0.5, 1.5, loss_mask.numel()).view(loss_mask.shape)  # tells tokens apart
-    loss = model(**arguments) * loss_mask
+    output = model(**arguments)
+    loss = (output[0] if isinstance(output, tuple) else output) * loss_mask
     (loss * weights).sum().backward()
-    return loss.detach().clone(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return loss.detach().clone(), {
+        n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def assert_same(ours, theirs, what: str = "", k: float = 1.0) -> None:
@@ -102,7 +107,6 @@ def assert_same(ours, theirs, what: str = "", k: float = 1.0) -> None:
 def counted_collectives():
     """A list of (name, numel) of the collectives over the tensor-parallel group that run inside."""
     import torch.distributed as dist
-
     from vpcce.parallel import collectives
 
     seen: list[tuple[str, int]] = []
@@ -138,7 +142,10 @@ def counted_real_logits():
 
     def forward(self, *args, **kwargs):
         output = original(self, *args, **kwargs)
-        if self.output_size >= VOCAB and output[0].shape[-1] in (self.output_size, self.output_size_per_partition):
+        if self.output_size >= VOCAB and output[0].shape[-1] in (
+            self.output_size,
+            self.output_size_per_partition,
+        ):
             if self.weight is None or getattr(self.weight, "is_embedding_or_output_parameter", False):
                 seen.append(tuple(output[0].shape))
         return output
@@ -187,3 +194,104 @@ def has_output_processor() -> bool:
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     return "output_processor" in inspect.signature(GPTModel.forward).parameters
+
+
+def hybrid(cfg, *, tied: bool = False, mtp_depths: int = 0):
+    """HybridModel (MambaModel before 0.18) of attention layers; Mamba's own layers need CUDA kernels."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    torch.manual_seed(1234)
+    common = dict(vocab_size=VOCAB, max_sequence_length=16, share_embeddings_and_output_weights=tied)
+    layer = get_gpt_layer_local_spec()
+    try:
+        from megatron.core.models.hybrid import hybrid_block
+        from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+    except ImportError:
+        from megatron.core.models.mamba.mamba_model import MambaModel
+        from megatron.core.ssm import mamba_block
+        from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
+
+        mamba_block.TENorm = WrappedTorchNorm
+        stack = ModuleSpec(module=MambaStack, submodules=MambaStackSubmodules(attention_layer=layer))
+        return MambaModel(cfg, mamba_stack_spec=stack, hybrid_override_pattern="**", **common)
+    hybrid_block.TENorm = WrappedTorchNorm  # the stack's last norm is hard-coded to Transformer Engine's
+    submodules = HybridStackSubmodules(attention_layer=layer)
+    if mtp_depths:
+        from megatron.core.models.backends import LocalSpecProvider
+        from megatron.core.transformer import multi_token_prediction as mtp
+
+        norm = LocalSpecProvider().layer_norm()
+        depth = mtp.MultiTokenPredictionLayerSubmodules(
+            enorm=norm, hnorm=norm, eh_proj=LocalSpecProvider().column_parallel_linear(), mtp_model_layer=None,
+            layer_norm=norm,
+        )  # fmt: skip
+        submodules.mtp_block_spec = ModuleSpec(
+            module=mtp.MultiTokenPredictionBlock,
+            submodules=mtp.MultiTokenPredictionBlockSubmodules(
+                layer_specs=[ModuleSpec(module=mtp.MultiTokenPredictionLayer, submodules=depth)]
+            ),
+        )
+    stack = ModuleSpec(module=HybridStack, submodules=submodules)
+    return HybridModel(cfg, stack, hybrid_layer_pattern="**" + "/*" * mtp_depths, **common)
+
+
+def t5(cfg, *, tied: bool):
+    from megatron.core.models.T5.t5_model import T5Model
+    from megatron.core.models.T5.t5_spec import (
+        get_t5_decoder_with_local_block_spec,
+        get_t5_encoder_with_local_block_spec,
+    )
+
+    torch.manual_seed(1234)
+    model = T5Model(
+        cfg, cfg, get_t5_encoder_with_local_block_spec(cfg.num_layers), get_t5_decoder_with_local_block_spec(cfg.num_layers),
+        vocab_size=VOCAB, max_sequence_length=16, share_embeddings_and_output_weights=tied,
+    )  # fmt: skip
+    return random_bias(model)
+
+
+def bert(cfg, *, tied: bool):
+    from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+    from megatron.core.models.bert.bert_model import BertModel
+
+    torch.manual_seed(1234)
+    model = BertModel(
+        cfg, 0, bert_layer_local_spec, vocab_size=VOCAB, max_sequence_length=16, add_binary_head=False,
+        share_embeddings_and_output_weights=tied,
+    )  # fmt: skip
+    return random_bias(model)
+
+
+def random_bias(model):
+    """Megatron starts biases at zero, where a forgotten one would go unnoticed."""
+    if model.output_layer.bias is not None:
+        torch.manual_seed(50 + torch.distributed.get_rank())
+        model.output_layer.bias.data.normal_()
+    return model
+
+
+def llava(cfg):
+    """A GPTModel inside LLaVA, for batches without images."""
+    import copy
+
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.multimodal import llava_model
+
+    llava_model.CLIPViTModel = lambda *args, **kwargs: torch.nn.Identity()  # never called
+    torch.manual_seed(1234)
+    language, vision = copy.copy(cfg), copy.copy(cfg)
+    language.language_model_type, vision.vision_model_type = "gpt", "clip"
+    layer = get_gpt_layer_local_spec()
+    return llava_model.LLaVAModel(
+        language, layer, VOCAB, 16, vision, layer, False, cfg, mlp_submodules(layer), img_h=28, img_w=28, patch_dim=14,
+        language_position_embedding_type="rope",
+    )  # fmt: skip
+
+
+def mlp_submodules(layer):
+    """The parts of a layer's MLP; a spec before 0.19, a partial function since."""
+    mlp = layer.submodules.mlp
+    return mlp.submodules if hasattr(mlp, "submodules") else mlp.keywords["submodules"]

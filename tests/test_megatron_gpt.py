@@ -7,10 +7,11 @@ pytest.importorskip("megatron.core")
 import megatron_models as models
 import torch
 from spawn import run_ranks
-
-import vpcce
 from vpcce.parallel import megatron
 
+import vpcce
+
+pytestmark = pytest.mark.megatron
 EXACT = dict(backward=vpcce.exact())
 PARALLEL = pytest.mark.parametrize("tp, sequence_parallel", [(1, False), (2, False), (2, True)])
 
@@ -41,7 +42,9 @@ def test_loss_and_gradients_equal_megatrons(tp, sequence_parallel, tied):
 
 
 def test_tensor_parallel_size_changes_nothing_but_rounding():
-    one, two, four = (torch.tensor(run_ranks(tp, _equals_native, tp, False, False, {})[0]) for tp in (1, 2, 4))
+    one, two, four = (
+        torch.tensor(run_ranks(tp, _equals_native, tp, False, False, {})[0]) for tp in (1, 2, 4)
+    )
     torch.testing.assert_close(two, one, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(four, one, rtol=2e-6, atol=2e-6)
 
@@ -128,7 +131,8 @@ def _labels_outside(rank: int):
     outside = (arguments["labels"] < 0) | (arguments["labels"] >= models.VOCAB)
     arguments["loss_mask"] = torch.ones_like(arguments["loss_mask"])
     clean = arguments | dict(
-        labels=arguments["labels"].masked_fill(outside, 0), loss_mask=arguments["loss_mask"].masked_fill(outside, 0)
+        labels=arguments["labels"].masked_fill(outside, 0),
+        loss_mask=arguments["loss_mask"].masked_fill(outside, 0),
     )
     cfg = models.config(2)
     expected = models.step(models.gpt(cfg), clean)
@@ -215,7 +219,9 @@ def _not_reduced(rank: int):
         model.output_layer.disable_grad_reduce = True
         model.output_layer.allreduce_dgrad = False
         torch.manual_seed(3)
-        results.append(models.head_step(model, torch.randn(models.SEQ, models.BATCH, 32), arguments["labels"]))
+        results.append(
+            models.head_step(model, torch.randn(models.SEQ, models.BATCH, 32), arguments["labels"])
+        )
     for ours, theirs in zip(results[1], results[0]):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     return results[1][1].tolist()
@@ -267,14 +273,12 @@ def _anything_else(rank: int):
     native, ours = _pair(models.config(2, sequence_parallel=True))
     for model in (native, ours):
         model._scale_logits = lambda logits: torch.tanh(logits.float() / 3) * 3 + 0 * logits[..., :1]
-        original = type(model).__mro__[-1]
-        assert original is object
-    if not models.has_option("use_mup"):  # nothing calls _scale_logits before 0.18
-        return
     models.assert_same(models.step(ours, models.batch()), models.step(native, models.batch()))
 
 
 def test_unknown_uses_of_the_logits_get_real_ones():
+    if not models.has_option("use_mup"):
+        pytest.skip("this megatron-core does nothing between layer and loss")
     run_ranks(2, _anything_else)
 
 
