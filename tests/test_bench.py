@@ -87,9 +87,7 @@ def test_a_method_that_fails_leaves_its_error_and_the_others_come(tmp_path):
 def test_merge_replaces_the_same_case_and_method_only(tmp_path):
     out = tmp_path / "out.json"
     row = head.describe(item(TINY, "vpcce exact")) | dict(total_ms=1.0, kernels_ms={"a": 1.0})
-    other = head.describe(item(head.Case("tiny", 128, 300, 32, ignored=0.5), "vpcce exact")) | dict(
-        total_ms=2.0
-    )
+    other = head.describe(item(head.Case("tiny", 128, 300, 32, ignored=0.5), "vpcce exact")) | dict(total_ms=2.0)
     head.merge(out, [row, other])
     head.merge(out, [{k: v for k, v in row.items() if k != "kernels_ms"} | dict(total_ms=3.0)])
     assert [r["total_ms"] for r in json.loads(out.read_text())] == [3.0, 2.0]
@@ -169,9 +167,7 @@ def test_small_training_writes_curves_and_a_head(tmp_path):
     pytest.importorskip("matplotlib")
     pattern = np.arange(4000, dtype=np.uint32) % 13
     np.savez_compressed(tmp_path / "corpus.npz", tokens=pattern)
-    sizes = (
-        "--vocabulary 50 --width 32 --layers 1 --heads 2 --context 32 --batch 4 --steps 40 --warmup 5".split()
-    )
+    sizes = "--vocabulary 50 --width 32 --layers 1 --heads 2 --context 32 --batch 4 --steps 40 --warmup 5".split()
     train_small.main(
         [str(tmp_path / "corpus.npz"), *sizes, "--learning-rate", "0.01", "--validate-every", "20"]
         + ["--validation-blocks", "8", "--policies", "exact", "--seeds", "2", "--no-compile"]

@@ -110,9 +110,7 @@ def make_head(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor, torc
     return hidden.requires_grad_(), weight.requires_grad_(), target
 
 
-def run_method(
-    name: str, hidden, weight, target, *, budget_s: float, truth, kernels: bool
-) -> dict[str, object]:
+def run_method(name: str, hidden, weight, target, *, budget_s: float, truth, kernels: bool) -> dict[str, object]:
     """One row's measurements."""
     torch.manual_seed(0)
     element = hidden.element_size()
@@ -138,9 +136,7 @@ def run_method(
             return loss(hidden, weight, target)
 
     gemm_ms = measure.gemm_ms(hidden, weight, budget_s / 3)
-    row = measure.measure(
-        loss_of, hidden, weight, budget_s=budget_s, truth=truth, main_grad=main_grad, kernels=kernels
-    )
+    row = measure.measure(loss_of, hidden, weight, budget_s=budget_s, truth=truth, main_grad=main_grad, kernels=kernels)
     return dict(gemm_ms=gemm_ms, lower_bound_mb=bound, **row)
 
 
@@ -266,9 +262,7 @@ def supervise(items: list[dict], out: Path, arguments: argparse.Namespace) -> No
             pending = pending[n_rows:]
             broke = n_rows > 0 and worker.returncode != 0 and rows[-1]["error"] is not None
             if pending and not broke and time.monotonic() < end:
-                reason = (
-                    f"no result in {arguments.patience:.0f} s" if late else f"exit code {worker.returncode}"
-                )
+                reason = f"no result in {arguments.patience:.0f} s" if late else f"exit code {worker.returncode}"
                 row = describe(pending[0])
                 row["error"] = f"worker: {reason}: {log_path.read_text()[-400:]}"
                 merge(out, [row])
@@ -285,7 +279,8 @@ def summary(row: dict) -> str:
     peak = "-" if row["peak_mb"] is None else f"{row['peak_mb']:.0f}"
     return (
         f"{where} forward {row['forward_ms']:8.3f} total {row['total_ms']:8.3f} "
-        f"gemm {row['gemm_ms']:7.3f} ms  peak {peak} of {row['lower_bound_mb']:.0f} MiB  dE {row['error_dE']:.1e} dC {row['error_dC']:.1e}"
+        f"gemm {row['gemm_ms']:7.3f} ms  peak {peak} of {row['lower_bound_mb']:.0f} MiB  "
+        f"dE {row['error_dE']:.1e} dC {row['error_dC']:.1e}"
     )
 
 
@@ -310,21 +305,15 @@ def items_of(arguments: argparse.Namespace, command: str) -> list[dict]:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", default=[], help=f"some of {', '.join(PLAN)}; default: all")
     parser.add_argument("--methods", nargs="*", default=[], help="parts of method names; default: all")
     parser.add_argument("--shape", nargs=3, type=int, metavar=("N", "V", "D"), help="this shape instead")
     parser.add_argument("--head", help="a head saved by train_small.py instead")
     parser.add_argument("--budget", type=float, default=0.3, help="seconds per timing")
     parser.add_argument("--deadline", type=float, default=540, help="seconds for everything")
-    parser.add_argument(
-        "--patience", type=float, default=90, help="seconds without a row before a worker is ended"
-    )
-    parser.add_argument(
-        "--kernels", action="store_true", help="also the time of each kernel, from the profiler"
-    )
+    parser.add_argument("--patience", type=float, default=90, help="seconds without a row before a worker is ended")
+    parser.add_argument("--kernels", action="store_true", help="also the time of each kernel, from the profiler")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--worker", nargs=2, metavar=("PLAN", "ROWS"), help=argparse.SUPPRESS)
     return parser.parse_args(argv)

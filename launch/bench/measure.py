@@ -112,9 +112,7 @@ class Truth:
 
 
 @torch.no_grad()
-def truth_of(
-    hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: int = -100, tokens: int = 512
-) -> Truth:
+def truth_of(hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: int = -100, tokens: int = 512) -> Truth:
     n, d = hidden.shape
     wide = weight.float()
     d_hidden = torch.zeros(n, d, device=hidden.device)

@@ -11,6 +11,7 @@ import datetime
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -55,16 +56,21 @@ def options(v: int, device: str) -> dict[str, Callable[..., Tensor]]:
     }
 
 
+def compare(option, plain, hidden: Tensor, weight: Tensor, budget_s: float) -> dict[str, object]:
+    """Measurements of `option` and their ratios to those of `plain`, one right after the other."""
+    base = measure.measure(plain, hidden, weight, budget_s=budget_s)
+    row = measure.measure(option, hidden, weight, budget_s=budget_s)
+    ratios = {f"{stage}_ratio": row[f"{stage}_ms"] / base[f"{stage}_ms"] for stage in ("forward", "total")}
+    return row | ratios
+
+
 def run(shape: tuple[int, int, int], budget_s: float, command: str, out: Path) -> list[dict]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     hidden, weight, target = head.make_head(head.Case("", *shape), device)
+    tensors = (hidden, weight, target)
     rows = []
     for policy, make in POLICIES.items():
-        backward = make()
-
-        def plain():
-            return vpcce.linear_cross_entropy(hidden, weight, target, backward=backward)
-
+        plain = partial(vpcce.linear_cross_entropy, *tensors, backward=make())
         for name, option in options(shape[1], device).items():
             row = dict(
                 hardware=torch.cuda.get_device_name() if device == "cuda" else "CPU",
@@ -77,21 +83,13 @@ def run(shape: tuple[int, int, int], budget_s: float, command: str, out: Path) -
                 error=None,
             )
             try:
-                base = measure.measure(plain, hidden, weight, budget_s=budget_s)
-                with_option = measure.measure(
-                    lambda: option(hidden, weight, target, backward), hidden, weight, budget_s=budget_s
-                )
-                row |= with_option
-                row["forward_ratio"] = with_option["forward_ms"] / base["forward_ms"]
-                row["total_ratio"] = with_option["total_ms"] / base["total_ms"]
-                print(
-                    f"{policy:8} {name:28} forward {row['forward_ms']:8.3f} ms, {row['forward_ratio']:.3f} of plain"
-                    f"   total {row['total_ms']:8.3f} ms, {row['total_ratio']:.3f} of plain",
-                    flush=True,
-                )
+                row |= compare(partial(option, *tensors, make()), plain, hidden, weight, budget_s)
+                text = f"forward {row['forward_ms']:8.3f} ms, {row['forward_ratio']:.3f} of plain   "
+                text += f"total {row['total_ms']:8.3f} ms, {row['total_ratio']:.3f} of plain"
             except Exception as error:
                 row["error"] = f"{type(error).__name__}: {error}"[:600]
-                print(f"{policy:8} {name:28} {row['error'].splitlines()[0][:110]}", flush=True)
+                text = row["error"].splitlines()[0][:110]
+            print(f"{policy:8} {name:28} {text}", flush=True)
             rows.append(row)
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text("[\n" + ",\n".join(json.dumps(r) for r in rows) + "\n]\n")
@@ -99,9 +97,7 @@ def run(shape: tuple[int, int, int], budget_s: float, command: str, out: Path) -
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs=3, type=int, default=(8192, 256000, 2304), metavar=("N", "V", "D"))
     parser.add_argument("--budget", type=float, default=0.15, help="seconds per timing")
     parser.add_argument("--out", type=Path, default=RESULTS)

@@ -60,9 +60,7 @@ def apple(**options) -> Callable[[], Loss]:
 def liger_triton() -> Loss:
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
-    return lambda hidden, weight, target: LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, target)[
-        0
-    ]
+    return lambda hidden, weight, target: LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, target)[0]
 
 
 def liger_cute() -> Loss:
@@ -76,16 +74,12 @@ def liger_cute() -> Loss:
 
 def liger_scaled() -> Loss:
     """Keeps no logits; loss per token."""
-    os.environ.setdefault(
-        "LIGER_SCALED_CE_SM90_VALIDATE_TARGETS", "0"
-    )  # its check synchronises with the host
+    os.environ.setdefault("LIGER_SCALED_CE_SM90_VALIDATE_TARGETS", "0")  # its check synchronises with the host
     from liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90 import (
         LigerFusedScaledCrossEntropySM90Function,
     )
 
-    return lambda hidden, weight, target: LigerFusedScaledCrossEntropySM90Function.apply(
-        hidden, weight, target
-    ).mean()
+    return lambda hidden, weight, target: LigerFusedScaledCrossEntropySM90Function.apply(hidden, weight, target).mean()
 
 
 def verl() -> Loss:

@@ -44,9 +44,7 @@ class Rows:
                 return row
         return None
 
-    def value(
-        self, field: str, shape: str, method: str, head: str = "default", ignored: float = 0.0
-    ) -> float | None:
+    def value(self, field: str, shape: str, method: str, head: str = "default", ignored: float = 0.0) -> float | None:
         row = self.row(shape, method, head, ignored)
         return row and row[field]
 
@@ -171,11 +169,7 @@ def print_case(rows: list[dict]) -> None:
     print("\n| method | gradient | loss ms | loss + gradient ms | / gemm | peak MiB | error dE | error dC |")
     print("|---|---|---|---|---|---|---|---|")
     for row in sorted(rows, key=lambda row: (row["error"] is not None, row.get("total_ms", 0))):
-        name = (
-            row["method"]
-            if row["method"].startswith("vpcce")
-            else f"{row['method']} ({row['versions']['package']})"
-        )
+        name = row["method"] if row["method"].startswith("vpcce") else f"{row['method']} ({row['versions']['package']})"
         if row["error"]:
             reason = " ".join(row["error"].split()).replace("|", "/")[:100]
             print(f"| {name} | {row['policy']} | {reason} | | | | | |")
@@ -215,9 +209,7 @@ def print_limits(rows: Rows) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", nargs="?", type=Path, default=RESULTS)
     parser.add_argument("--only", choices=("tables", "kernels", "limits"))
     arguments = parser.parse_args(argv)

@@ -48,9 +48,7 @@ def tokenizer():
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--limit", type=int, default=11_000_000, help="tokens")

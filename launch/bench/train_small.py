@@ -116,9 +116,7 @@ def validation_loss(body, head: Tensor, blocks: Tensor, c: Config, device: str) 
         ids = part.to(device).long()
         with torch.autocast(device, torch.bfloat16):
             hidden = body(ids[:, :-1])
-        for rows, target in zip(
-            hidden.flatten(0, 1).split(2048), ids[:, 1:].flatten().split(2048), strict=True
-        ):
+        for rows, target in zip(hidden.flatten(0, 1).split(2048), ids[:, 1:].flatten().split(2048), strict=True):
             logits = rows.bfloat16() @ head.bfloat16().T
             total += F.cross_entropy(logits.float(), target, reduction="sum").item()
             count += len(target)
@@ -168,9 +166,7 @@ def train(
             curve.append(dict(step=step + 1, training=round(recent, 4), validation=round(value, 4)))
     seconds = time.monotonic() - started
     print(f"{policy:20} seed {seed}  validation {curve[-1]['validation']:.4f}  {seconds:.1f} s", flush=True)
-    return dict(
-        policy=policy, seed=seed, seconds=round(seconds, 1), final=curve[-1]["validation"], curve=curve
-    )
+    return dict(policy=policy, seed=seed, seconds=round(seconds, 1), final=curve[-1]["validation"], curve=curve)
 
 
 @torch.no_grad()
@@ -222,9 +218,7 @@ def plot(runs: list[dict], path: Path) -> None:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("corpus", help=".npz or .npy of token ids")
     parser.add_argument("--policies", nargs="*", default=["exact", "sampled", "filtered"], choices=POLICIES)
     parser.add_argument("--seeds", type=int, default=3)
