@@ -27,11 +27,9 @@ pytest() { "$python" -m pytest -q -rfE -p no:cacheprovider -n 2 "$@"; }
 
 run "ruff" "$python" -m ruff check --no-cache .
 run "tests" pytest -m "not gpu and not interpreter and not megatron"
-run "interpreter" env TRITON_INTERPRET=1 "$python" -m pytest -q -rfE -p no:cacheprovider -n 2 -m interpreter
+TRITON_INTERPRET=1 run "interpreter" pytest -m interpreter
 for version in $megatron_versions; do
-    export PYTHONPATH
-    PYTHONPATH=$(megatron_folder "$version")
-    run "megatron-core $version" pytest -m megatron
+    PYTHONPATH=$(megatron_folder "$version") run "megatron-core $version" pytest -m megatron
 done
 
 printf '\n'
