@@ -233,43 +233,47 @@ def supervise(items: list[dict], out: Path, arguments: argparse.Namespace) -> No
     end = time.monotonic() + arguments.deadline
     pending = list(items)
     with tempfile.TemporaryDirectory() as folder:
-        plan, rows_path, log_path = (Path(folder) / name for name in ("plan.json", "rows.jsonl", "log.txt"))
         while pending and time.monotonic() < end:
-            plan.write_text(json.dumps(pending))
-            rows_path.write_text("")
-            command = [sys.executable, __file__, "--worker", str(plan), str(rows_path), "--budget"]
-            command += [str(arguments.budget)] + ["--kernels"] * arguments.kernels
-            with log_path.open("w") as log:
-                worker = subprocess.Popen(command, stderr=log)
-                n_rows, end_of_patience = 0, time.monotonic() + arguments.patience
-                while True:
-                    done = worker.poll() is not None
-                    rows = [json.loads(line) for line in rows_path.read_text().splitlines(keepends=True)
-                            if line.endswith("\n")]  # fmt: skip
-                    if len(rows) > n_rows:
-                        for row in rows[n_rows:]:
-                            print(summary(row), flush=True)
-                        merge(out, rows[n_rows:])
-                        n_rows, end_of_patience = len(rows), time.monotonic() + arguments.patience
-                    if done:
-                        break
-                    late = time.monotonic() > min(end, end_of_patience)
-                    if late:
-                        worker.kill()
-                        worker.wait()
-                        break
-                    time.sleep(0.2)
-            pending = pending[n_rows:]
-            broke = n_rows > 0 and worker.returncode != 0 and rows[-1]["error"] is not None
-            if pending and not broke and time.monotonic() < end:
-                reason = f"no result in {arguments.patience:.0f} s" if late else f"exit code {worker.returncode}"
-                row = describe(pending[0])
-                row["error"] = f"worker: {reason}: {log_path.read_text()[-400:]}"
+            rows, failure = run_worker(pending, Path(folder), out, arguments, end)
+            pending = pending[len(rows) :]
+            if failure and pending and time.monotonic() < end:
+                row = describe(pending.pop(0)) | dict(error=f"worker: {failure}")
                 merge(out, [row])
                 print(summary(row), flush=True)
-                pending = pending[1:]
     if pending:
         print(f"not run within {arguments.deadline:.0f} s: {', '.join(item['method'] for item in pending)}")
+
+
+def run_worker(
+    pending: list[dict], folder: Path, out: Path, arguments: argparse.Namespace, end: float
+) -> tuple[list[dict], str | None]:
+    """The rows of one worker, and what kept it from the next one; a worker that left after an error has said so."""
+    plan, rows_path, log_path = (folder / name for name in ("plan.json", "rows.jsonl", "log.txt"))
+    plan.write_text(json.dumps(pending))
+    rows_path.write_text("")
+    command = [sys.executable, __file__, "--worker", str(plan), str(rows_path), "--budget", str(arguments.budget)]
+    with log_path.open("w") as log:
+        worker = subprocess.Popen(command + ["--kernels"] * arguments.kernels, stderr=log)
+        rows: list[dict] = []
+        patience = time.monotonic() + arguments.patience
+        running = True
+        while running and time.monotonic() < min(end, patience):
+            time.sleep(0.2)
+            running = worker.poll() is None
+            lines = [line for line in rows_path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+            new = [json.loads(line) for line in lines[len(rows) :]]
+            if new:
+                merge(out, new)
+                print("\n".join(map(summary, new)), flush=True)
+                rows += new
+                patience = time.monotonic() + arguments.patience
+        if running:
+            worker.kill()
+            worker.wait()
+            return rows, f"no result in {arguments.patience:.0f} s: {log_path.read_text()[-400:]}"
+    if worker.returncode == 0 or (rows and rows[-1]["error"]):
+        return rows, None
+    return rows, f"exit code {worker.returncode}: {log_path.read_text()[-400:]}"
 
 
 def summary(row: dict) -> str:
