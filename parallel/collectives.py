@@ -155,9 +155,7 @@ def _check_tiling(shards: list[tuple[int, int]], vocab_size: int) -> None:
         if start != position:
             fault = "overlap" if start < position else "leave a gap"
             at = min(start, position)
-            raise ValueError(
-                f"vpcce: shards {fault} at id {at}, expected a tiling of [0, {vocab_size}), got {listing}"
-            )
+            raise ValueError(f"vpcce: shards {fault} at id {at}, expected a tiling of [0, {vocab_size}), got {listing}")
         position = stop
     if position != vocab_size:
         raise ValueError(f"vpcce: shards end at id {position}, expected {vocab_size}, got {listing}")

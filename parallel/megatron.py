@@ -38,7 +38,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-
 from vpcce.parallel import megatron_checks as checks
 from vpcce.parallel.deferred import DeferredLogits, HeadOptions, Operands
 from vpcce.parallel.shard import VocabShard

@@ -1,13 +1,10 @@
 """Shared by all tests: the folder on the path, poisoned `torch.empty`, and one thread where ranks are forked."""
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "vpcce", "spawn"])
+# Imports cost every rank a second or two otherwise; the first call of a custom operator imports torch._dynamo.
+_context.set_forkserver_preload(["torch._dynamo", "torch.distributed", "pytest", "hypothesis", "vpcce"])
 
 
 def run_ranks(world: int, function: Callable, *args, timeout: float = 120.0) -> list:
@@ -31,7 +32,9 @@ def run_ranks(world: int, function: Callable, *args, timeout: float = 120.0) -> 
         for rank in range(world):
             receiver, sender = _context.Pipe(duplex=False)
             process = _context.Process(
-                target=_rank_main, args=(rank, world, f"file://{folder}/store", sender, function, args), daemon=True
+                target=_rank_main,
+                args=(rank, world, f"file://{folder}/store", sender, function, args),
+                daemon=True,
             )
             process.start()
             sender.close()

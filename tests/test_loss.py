@@ -71,9 +71,9 @@ def test_statistics_and_gradcheck(softcap):
     scale = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
 
     def stats(hidden, weight, bias, scale):
-        return vpcce.linear_stats(
-            hidden, weight, target, bias=bias, logit_scale=scale, softcap=softcap, entropy=True
-        )[:3]
+        return vpcce.linear_stats(hidden, weight, target, bias=bias, logit_scale=scale, softcap=softcap, entropy=True)[
+            :3
+        ]
 
     assert torch.autograd.gradcheck(stats, (hidden, weight, bias, scale))
     got = vpcce.linear_stats(hidden, weight, target, bias=bias, softcap=softcap, entropy=True, argmax=True)
@@ -115,7 +115,10 @@ def test_rounds_no_worse_than_pytorch(dtype):
 def test_mixed_dtypes(h_dtype, w_dtype):
     """DoRA hands over fp32 hidden with a bf16 weight; fp32 master weights are the reverse."""
     hidden, weight, _, target = truth.problem(40, 90, 16, torch.float32)
-    hidden, weight = hidden.detach().to(h_dtype).requires_grad_(), weight.detach().to(w_dtype).requires_grad_()
+    hidden, weight = (
+        hidden.detach().to(h_dtype).requires_grad_(),
+        weight.detach().to(w_dtype).requires_grad_(),
+    )
     loss = vpcce.linear_cross_entropy(hidden, weight, target)
     grads = grads_of(loss, hidden, weight)
     assert [g.dtype for g in grads] == [h_dtype, w_dtype]
@@ -275,9 +278,7 @@ def test_compile_fullgraph_with_changing_floats():
 
 def test_activation_checkpointing():
     hidden, weight, _, target = truth.problem(24, 50, 6)
-    loss = torch.utils.checkpoint.checkpoint(
-        vpcce.linear_cross_entropy, hidden, weight, target, use_reentrant=False
-    )
+    loss = torch.utils.checkpoint.checkpoint(vpcce.linear_cross_entropy, hidden, weight, target, use_reentrant=False)
     expected = vpcce.linear_cross_entropy(hidden, weight, target)
     for a, b in zip(grads_of(loss, hidden, weight), grads_of(expected, hidden, weight), strict=True):
         assert torch.equal(a, b)  # bitwise: the same work twice

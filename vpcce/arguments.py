@@ -120,11 +120,12 @@ def _check_tensors(who: str, hidden, weight, target, bias) -> None:
     if target.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{who}: target must hold int64 or int32 vocabulary ids, got {target.dtype}")
     if hidden.device.type == "cuda" and torch.float64 in (hidden.dtype, weight.dtype):
-        raise TypeError(f"{who}: float64 is supported on the CPU only, got hidden {hidden.dtype}, weight {weight.dtype}")
+        raise TypeError(
+            f"{who}: float64 is supported on the CPU only, got hidden {hidden.dtype}, weight {weight.dtype}"
+        )
     if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"{who}: expected hidden [..., D] and weight [V_local, D], "
-            f"got {_shape(hidden)} and {_shape(weight)}"
+            f"{who}: expected hidden [..., D] and weight [V_local, D], got {_shape(hidden)} and {_shape(weight)}"
         )
 
 
@@ -144,7 +145,8 @@ def _check_sizes(who, hidden, weight, target, bias, shard: VocabShard, ranks: in
         )
     if weight.shape[0] != shard.n_rows:
         raise ValueError(
-            f"{who}: shard [{shard.start}, {shard.stop}) owns {shard.n_rows} rows, got a weight of {weight.shape[0]} rows"
+            f"{who}: shard [{shard.start}, {shard.stop}) owns {shard.n_rows} rows, "
+            f"got a weight of {weight.shape[0]} rows"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"{who}: expected a bias of shape [{weight.shape[0]}], got {_shape(bias)}")

@@ -86,6 +86,7 @@ def head_stats_op(
     group = collectives.resolve(how.group)
     if how.check:
         _agree(group, how, hidden, weight, target, bias, (logit_scale, softcap))
+    _check_targets(target, how)
     rows = _Rows.select(target, how.ignore_index)
     tokens = rows.take(collectives.gather_tokens(hidden, group if how.sequence_parallel else None))
     head = _head(how, weight, bias, logit_scale if scale is None else scale, softcap, column_weight)
@@ -357,6 +358,21 @@ def _interpreting() -> bool:
     except ImportError:
         return False
     return triton.knobs.runtime.interpret
+
+
+def _check_targets(target: Tensor, how: Settings) -> None:
+    """On a device the check is an assertion there, so that nobody waits for it."""
+    valid = (target >= 0) & (target < how.vocab_size)
+    if how.ignore_index is not None:
+        valid |= target == how.ignore_index
+    ignored = "" if how.ignore_index is None else f" and is not ignore_index {how.ignore_index}"
+    if target.device.type != "cpu":
+        torch._assert_async(valid.all(), f"vpcce: a target is outside [0, {how.vocab_size}){ignored}")
+    elif not valid.all():
+        position = int((~valid).nonzero()[0])
+        raise ValueError(
+            f"vpcce: target {int(target[position])} at position {position} is outside [0, {how.vocab_size}){ignored}"
+        )
 
 
 def _head(how: Settings, weight, bias, scale, softcap, column_weight) -> Head:

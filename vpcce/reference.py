@@ -12,6 +12,7 @@ once; fp64 stays fp64.
 import torch
 from torch import Tensor
 
+from vpcce import sampling
 from vpcce.kernels.problem import Head, HiddenGradReady, LocalStats, Marks, Policy, RowGradients, Sampling
 
 # Numbers in one [N, width] block of logits: 8 MiB in fp32.
@@ -42,7 +43,7 @@ def local_stats(
     weighted = torch.zeros_like(top) if logit_sum else None
     best = torch.zeros(n, dtype=torch.int64, device=hidden.device) if argmax else None
     for start, stop in _slices(n, head.weight.shape[0]):
-        x = _logits(rows, head, start, stop)
+        x = _logits(rows, head, slice(start, stop))
         peak, where = x.max(1)
         if best is not None:
             best = torch.where(peak > top, where + start, best)
@@ -72,7 +73,7 @@ def hot_set_stats(hidden: Tensor, head: Head, target: Tensor, *, n_rows: Tensor 
 
 
 def marks_shape(n: int, n_columns: int) -> tuple[int, ...]:
-    """The slices here decide about a column when they have its logits, so the forward leaves no marks, only the seed."""
+    """The backward decides about a column when it has its logits, so the forward leaves no marks but the seed."""
     return (1,)
 
 
@@ -93,67 +94,90 @@ def local_backward(
     hidden_grad_ready: HiddenGradReady,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dE (handed to `hidden_grad_ready` too), dC or None when main_grad took it, dbias. None policy: not wanted."""
-    dtype = _accumulate_dtype(hidden, head)
-    wide = hidden.to(dtype)
-    n, n_columns = hidden.shape[0], head.weight.shape[0]
+    wide = hidden.to(_accumulate_dtype(hidden, head))
     hidden_grad = torch.zeros_like(wide) if hidden_policy is not None else None
-    weight_grad = None
+    weight_grad = main_grad
     if weight_policy is not None and main_grad is None:
-        weight_grad = torch.empty_like(head.weight, memory_format=torch.contiguous_format)
-    column_grad = wide.new_zeros(n_columns) if bias_grad else None
-    spans = _slices(n, n_columns)
-    for start, stop in spans:
-        grad, softmax_error = _logit_gradient(wide, head, target, lse, rows, start, stop)
-        for_hidden = _apply_policy(hidden_policy, grad, softmax_error, head, start, marks)
-        for_weight = for_hidden
-        if weight_policy != hidden_policy or hidden_policy is None:
-            for_weight = _apply_policy(weight_policy, grad, softmax_error, head, start, marks)
-        if hidden_grad is not None:
-            hidden_grad.addmm_(for_hidden, head.weight[start:stop].to(dtype))
-            if stop == n_columns:
-                hidden_grad_ready(hidden_grad := hidden_grad.to(hidden_grad_dtype))
-        if column_grad is not None:
-            column_grad[start:stop] = (grad if weight_policy is None else for_weight).sum(0)
-        if weight_grad is not None:
-            weight_grad[start:stop] = for_weight.T @ wide
-        elif weight_policy is not None:
-            main_grad[start:stop] += for_weight.T @ wide
-    if hidden_grad is not None and not spans:
+        weight_grad = torch.zeros_like(head.weight, memory_format=torch.contiguous_format)
+    column_grad = wide.new_zeros(head.weight.shape[0]) if bias_grad else None
+    column_policy = weight_policy or hidden_policy
+    for columns, wanted in _passes(hidden, head, hidden_policy, weight_policy):
+        part = _Columns(wide, head, target, lse, rows, columns, marks)
+        if hidden_grad is not None and "hidden" in wanted:
+            hidden_grad.addmm_(part.gradient(hidden_policy), head.weight[columns].to(wide.dtype))
+        if "weight" in wanted:
+            if column_grad is not None:
+                column_grad[columns] = part.gradient(column_policy).sum(0)
+            if weight_policy is not None:
+                weight_grad[columns] += part.gradient(weight_policy).T @ wide
+    if hidden_grad is not None:
         hidden_grad_ready(hidden_grad := hidden_grad.to(hidden_grad_dtype))
-    return hidden_grad, weight_grad, column_grad
+    return hidden_grad, None if weight_policy is None or main_grad is not None else weight_grad, column_grad
 
 
-def _logit_gradient(wide, head, target, lse, rows, start, stop) -> tuple[Tensor, Tensor]:
-    """d loss / d (hidden @ weight.T + bias) of a slice, and p - onehot."""
-    x = _logits(wide, head, start, stop)
-    p = torch.exp(x - lse[:, None])
-    column = target - start
-    inside = ((column >= 0) & (column < stop - start)).nonzero()[:, 0]
-    at = (inside, column[inside])
-    per_row = rows.softmax[:, None]
-    if rows.softmax_logit is not None:
-        per_row = per_row + rows.softmax_logit[:, None] * torch.where(p > 0, x, 0.0)
-    grad = p * per_row
-    grad[at] += rows.target[inside]
-    if rows.constant is not None:
-        share = 1.0 if head.column_weight is None else head.column_weight[start:stop].to(x.dtype)
-        grad += rows.constant[:, None] * share
-    if head.softcap is not None:
-        grad *= 1 - (x / head.softcap) ** 2
-    p[at] -= 1
-    return grad.mul_(head.scale), p
+class _Columns:
+    """Gradients of some columns' logits: d loss / d (hidden @ weight.T + bias), [N, columns], under any policy."""
+
+    def __init__(self, wide, head: Head, target, lse, rows: RowGradients, columns: slice | Tensor, marks: Marks | None):
+        x = _logits(wide, head, columns)
+        p = torch.exp(x - lse[:, None])
+        n_columns = x.shape[1]
+        # Where in this block each token's target stands, n_columns for elsewhere.
+        place = torch.full((head.weight.shape[0] + 1,), n_columns, device=x.device)
+        place[:-1][columns] = torch.arange(n_columns, device=x.device)
+        column = place[target]  # target -1 reads the last entry
+        inside = (column < n_columns).nonzero()[:, 0]
+        at = (inside, column[inside])
+        per_row = rows.softmax[:, None]
+        if rows.softmax_logit is not None:
+            per_row = per_row + rows.softmax_logit[:, None] * torch.where(p > 0, x, 0.0)
+        slope = head.scale if head.softcap is None else head.scale * (1 - (x / head.softcap) ** 2)
+        sparse = p * per_row
+        sparse[at] += rows.target[inside]
+        self._sparse = sparse.mul_(slope)
+        self._constant = None
+        if rows.constant is not None:
+            share = 1.0 if head.column_weight is None else head.column_weight[columns].to(x.dtype)
+            self._constant = rows.constant[:, None] * share * slope
+        p[at] -= 1
+        self._softmax_error = p  # p - onehot
+        self._first_column = head.start + columns.start if isinstance(columns, slice) else None
+        self._marks = marks
+        self._made: dict[Policy, Tensor] = {}
+
+    def gradient(self, policy: Policy) -> Tensor:
+        """What `policy` leaves of the columns. Label smoothing's share is the same for all columns and never sparse."""
+        if policy not in self._made:
+            grad = self._sparse
+            if policy.kind == "sampled":
+                scale = sampling.sampled_scale(self._softmax_error, policy.eps, self._marks.seed, self._first_column)
+                grad = sampling.scale_columns(grad, scale)
+            elif policy.kind == "filtered":
+                grad = sampling.scale_columns(grad, sampling.filtered_scale(self._softmax_error, policy.eps))
+            self._made[policy] = grad if self._constant is None else grad + self._constant
+        return self._made[policy]
 
 
-def _apply_policy(policy: Policy | None, grad, softmax_error, head, start, marks) -> Tensor:
-    if policy is None or policy.kind == "exact":
-        return grad
-    raise NotImplementedError(f"vpcce: {policy.kind} backward")
+def _passes(hidden, head: Head, hidden_policy, weight_policy) -> list[tuple[slice | Tensor, str]]:
+    """(columns, wanted gradients) block by block; in one order, or one order for each gradient where they differ."""
+    n, n_columns = hidden.shape[0], head.weight.shape[0]
+    spans = [slice(start, stop) for start, stop in _slices(n, n_columns)]
+    sorts = {"hidden": hidden_policy is not None and hidden_policy.sort}
+    sorts["weight"] = sorts["hidden"] if weight_policy is None else weight_policy.sort
+    if hidden_policy is None:
+        sorts["hidden"] = sorts["weight"]
+    order = sampling.column_order(hidden, head.weight) if any(sorts.values()) and n else None
+    passes: list[tuple[slice | Tensor, str]] = []
+    for sort in sorted(set(sorts.values())):
+        wanted = " ".join(name for name in sorts if sorts[name] == sort)
+        passes += [(order[span] if sort and order is not None else span, wanted) for span in spans]
+    return passes
 
 
-def _logits(wide: Tensor, head: Head, start: int, stop: int) -> Tensor:
-    x = wide @ head.weight[start:stop].to(wide.dtype).T
+def _logits(wide: Tensor, head: Head, columns: slice | Tensor) -> Tensor:
+    x = wide @ head.weight[columns].to(wide.dtype).T
     if head.bias is not None:
-        x += head.bias[start:stop].to(wide.dtype)
+        x += head.bias[columns].to(wide.dtype)
     if isinstance(head.scale, Tensor) or head.scale != 1.0:
         x *= head.scale
     if head.softcap is not None:

@@ -1,0 +1,237 @@
+"""Several gloo ranks: results equal one rank's, ranks agree bitwise, collectives are counted, faults are errors."""
+
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import truth
+from spawn import run_ranks
+from vpcce.parallel import collectives
+
+import vpcce
+
+OPTIONS = dict(softcap=20.0, logit_scale=0.7, label_smoothing=0.1, z_loss=1e-3)
+
+
+def uneven(rank: int, world: int, v: int) -> vpcce.VocabShard:
+    """Shards of 1, 2, 3, ... parts of the vocabulary, the last one takes what is left."""
+    parts = world * (world + 1) // 2
+    edges = [v * (r * (r + 1) // 2) // parts for r in range(world + 1)]
+    return vpcce.VocabShard(edges[rank], edges[rank + 1], v)
+
+
+def sharded_loss(rank, world, v, sequence_parallel, options, even, dtype=torch.float64):
+    hidden, weight, bias, target = truth.problem(24, v, 6, dtype, bias=True, ignored=0.2)
+    shard = vpcce.VocabShard.split(v) if even else uneven(rank, world, v)
+    rows = slice(shard.start, shard.stop)
+    mine = hidden.detach()
+    if sequence_parallel:
+        mine = mine.view(world, -1, 6)[rank]
+    leaves = [t.clone().requires_grad_() for t in (mine, weight.detach()[rows], bias.detach()[rows])]
+    if rank == world - 1:
+        time.sleep(0.3)  # a late rank must change nothing
+    loss = vpcce.linear_cross_entropy(
+        leaves[0],
+        leaves[1],
+        target,
+        bias=leaves[2],
+        shard=shard,
+        sequence_parallel=sequence_parallel,
+        **options,
+    )
+    grads = torch.autograd.grad(loss, leaves)
+    stats = vpcce.linear_stats(
+        leaves[0], leaves[1], target, bias=leaves[2], shard=shard, sequence_parallel=sequence_parallel, entropy=True,
+        argmax=True,
+    )  # fmt: skip
+    return [t.detach().numpy() for t in (loss, *grads, stats.lse, stats.entropy, stats.argmax)]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("world, v, even", [(2, 128, True), (4, 505, True), (3, 100, False), (4, 3, True)])
+def test_equals_one_rank(world, v, even, sequence_parallel):
+    """505 ids on 4 ranks are uneven; 3 ids leave the last of 4 ranks with none."""
+    outputs = run_ranks(world, sharded_loss, world, v, sequence_parallel, OPTIONS, even)
+    outputs = [[torch.from_numpy(t) for t in rank] for rank in outputs]
+    hidden, weight, bias, target = truth.problem(24, v, 6, bias=True, ignored=0.2)
+    plain = truth.cross_entropy(hidden, weight, target, bias=bias, **OPTIONS)
+    d_hidden, d_weight, d_bias = torch.autograd.grad(plain, (hidden, weight, bias))
+    x = truth.logits_of(hidden, weight, bias)
+    kept = target >= 0
+    for rank, (loss, e, c, b, lse, entropy, argmax) in enumerate(outputs):
+        torch.testing.assert_close(loss, plain.detach())
+        shard = uneven(rank, world, v)
+        if even:
+            width = -(-v // world)
+            shard = slice(min(rank * width, v), min((rank + 1) * width, v))
+        else:
+            shard = slice(shard.start, shard.stop)
+        torch.testing.assert_close(c, d_weight[shard])
+        torch.testing.assert_close(b, d_bias[shard])
+        mine = d_hidden.view(world, -1, 6)[rank] if sequence_parallel else d_hidden
+        torch.testing.assert_close(e, mine)
+        torch.testing.assert_close(lse[kept], x.logsumexp(-1)[kept])
+        torch.testing.assert_close(entropy[kept], torch.distributions.Categorical(logits=x).entropy()[kept])
+        assert torch.equal(argmax[kept], x.argmax(-1)[kept])
+        for ours, first in zip((loss, lse, entropy, argmax), [outputs[0][i] for i in (0, 4, 5, 6)], strict=True):
+            assert torch.equal(ours, first)  # bitwise: every rank merges the same numbers in the same order
+        if not sequence_parallel:
+            assert torch.equal(e, outputs[0][1])  # bitwise: one all-reduce
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_size_changes_nothing_beyond_rounding(dtype):
+    one, two, four = ([torch.from_numpy(t) for t in run_ranks(w, sharded_loss_fp32, w, dtype)[0]] for w in (1, 2, 4))
+    for other in (two, four):
+        torch.testing.assert_close(other[0], one[0], rtol=1e-6, atol=0.0)
+        # dE is summed in fp32 and rounded once, so a bf16 dE moves by at most one unit in the last place
+        torch.testing.assert_close(other[1], one[1], rtol=2**-7 if dtype == torch.bfloat16 else 1e-4, atol=1e-8)
+
+
+def sharded_loss_fp32(rank, world, dtype):
+    hidden, weight, _, target = truth.problem(24, 512, 16, dtype)
+    shard = vpcce.VocabShard.split(512)
+    part = weight.detach()[shard.start : shard.stop].requires_grad_()
+    loss = vpcce.linear_cross_entropy(hidden, part, target, shard=shard)
+    return [loss.detach().numpy(), torch.autograd.grad(loss, hidden)[0].float().numpy()]
+
+
+def learned_scale(rank, world):
+    hidden, weight, bias, target = truth.problem(24, 60, 6, bias=True)
+    shard = vpcce.VocabShard.split(60)
+    rows = slice(shard.start, shard.stop)
+    scale = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    results = []
+    for sequence_parallel in (False, True):
+        mine = hidden.detach().view(world, -1, 6)[rank] if sequence_parallel else hidden.detach()
+        loss = vpcce.linear_cross_entropy(
+            mine, weight.detach()[rows], target, bias=bias.detach()[rows], shard=shard, logit_scale=scale,
+            sequence_parallel=sequence_parallel,
+        )  # fmt: skip
+        results.append(torch.autograd.grad(loss, scale)[0].item())
+    return results
+
+
+def test_learned_scale_has_the_whole_gradient_on_every_rank():
+    hidden, weight, bias, target = truth.problem(24, 60, 6, bias=True)
+    scale = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    (expected,) = torch.autograd.grad(truth.cross_entropy(hidden, weight, target, bias=bias, logit_scale=scale), scale)
+    for results in run_ranks(2, learned_scale, 2):
+        assert results == pytest.approx([expected.item()] * 2)
+
+
+def count_collectives(rank, world, sequence_parallel, frozen):
+    hidden, weight, _, target = truth.problem(24, 64, 6)
+    shard = vpcce.VocabShard.split(64)
+    part = weight.detach()[shard.start : shard.stop].requires_grad_(not (frozen and rank == 0))
+    mine = hidden.detach().view(world, -1, 6)[rank] if sequence_parallel else hidden.detach()
+    mine = mine.clone().requires_grad_()
+    names = ["_all_gather", "_reduce_scatter"]
+    calls: list[str] = []
+
+    def counting(name, inner):
+        def call(*args, **kwargs):
+            calls.append(name)
+            return inner(*args, **kwargs)
+
+        return call
+
+    vpcce.linear_cross_entropy(mine, part, target, shard=shard, sequence_parallel=sequence_parallel)  # ranks agree once
+    with mock.patch.multiple(collectives, **{n: counting(n, getattr(collectives, n)) for n in names}):
+        with mock.patch.object(dist, "all_reduce", counting("all_reduce", dist.all_reduce)):
+            with mock.patch.object(dist, "all_gather_object", counting("object", dist.all_gather_object)):
+                loss = vpcce.linear_cross_entropy(mine, part, target, shard=shard, sequence_parallel=sequence_parallel)
+                forward, calls[:] = list(calls), []
+                loss.backward()
+    assert part.grad is None or part.requires_grad
+    return forward, calls
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["all train", "weight frozen on rank 0"])
+def test_number_of_collectives(frozen):
+    """A rank whose weight is frozen takes part in the same ones, or the others would hang."""
+    for forward, backward in run_ranks(2, count_collectives, 2, False, frozen):
+        assert (forward, backward) == (["_all_gather"], ["all_reduce"])
+    for forward, backward in run_ranks(2, count_collectives, 2, True, frozen):
+        assert (forward, backward) == (["_all_gather"] * 2, ["_all_gather", "_reduce_scatter"])
+
+
+def unreduced(rank, world):
+    hidden, weight, _, target = truth.problem(24, 64, 6)
+    shard = vpcce.VocabShard.split(64)
+    part = weight.detach()[shard.start : shard.stop]
+    loss = vpcce.linear_cross_entropy(hidden, part, target, shard=shard, reduce_hidden_grad=False)
+    return torch.autograd.grad(loss, hidden)[0].numpy()
+
+
+def test_hidden_grad_can_be_left_to_the_caller():
+    hidden, weight, _, target = truth.problem(24, 64, 6)
+    (expected,) = torch.autograd.grad(truth.cross_entropy(hidden, weight, target), hidden)
+    torch.testing.assert_close(torch.from_numpy(sum(run_ranks(2, unreduced, 2))), expected)
+
+
+def disagree(rank, world, fault):
+    n, v, d = 8, 64, 6
+    hidden, weight, target = torch.randn(n, d), torch.randn(v // world, d), torch.zeros(n, dtype=torch.int64)
+    shard = vpcce.VocabShard.split(v)
+    options: dict = {}
+    if rank == 1:
+        if fault == "tokens":
+            hidden, target = hidden[:4], target[:4]
+        elif fault == "dtype":
+            hidden = hidden.bfloat16()
+        elif fault == "option":
+            options["softcap"] = 30.0
+        elif fault == "overlap":
+            shard = vpcce.VocabShard(shard.start - 2, shard.stop - 2, v)
+        elif fault == "gap":
+            shard = vpcce.VocabShard(shard.start + 2, shard.stop + 2, v + 2)
+        elif fault == "refused":
+            weight = weight[:5]
+    if fault == "gap" and rank == 0:
+        shard = vpcce.VocabShard(shard.start, shard.stop, v + 2)
+    try:
+        vpcce.linear_cross_entropy(hidden, weight, target, shard=shard, **options)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    "fault, message",
+    [
+        ("tokens", "the number of tokens must be equal on all ranks of the group, got rank 0: 8, rank 1: 4"),
+        (
+            "dtype",
+            "hidden's dtype must be equal on all ranks of the group, got rank 0: torch.float32, rank 1",
+        ),
+        ("option", "logit_scale and softcap must be equal on all ranks"),
+        (
+            "overlap",
+            "shards overlap at id 30, expected a tiling of [0, 64), got rank 0: [0, 32), rank 1: [30, 62)",
+        ),
+        ("gap", "shards leave a gap at id 32, expected a tiling of [0, 66)"),
+    ],
+)
+def test_ranks_that_disagree_get_an_error_not_a_hang(fault, message):
+    for got in run_ranks(2, disagree, 2, fault, timeout=30):
+        assert message in got
+
+
+def test_a_rank_that_refuses_its_arguments_tells_the_others():
+    first, second = run_ranks(2, disagree, 2, "refused", timeout=30)
+    assert "another rank of the group refused its arguments: rank 1: ValueError" in first
+    assert "shard [32, 64) owns 32 rows, got a weight of 5 rows" in second
+
+
+def dies(rank, world):
+    if rank == 1:
+        raise RuntimeError("rank 1 fails on purpose")
+    return disagree(rank, world, "none")
+
+
+def test_the_harness_reports_a_rank_that_dies():
+    with pytest.raises(AssertionError, match="rank . failed"):
+        run_ranks(2, dies, 2, timeout=30)
