@@ -70,7 +70,7 @@ def test_measure_times_and_compares_one_step():
 
 def test_a_method_that_fails_leaves_its_error_and_the_others_come(tmp_path):
     rows_path = tmp_path / "rows.jsonl"
-    methods = ["Liger CuTe", "vpcce exact", "vpcce exact, main_grad", "PyTorch eager"]
+    methods = ["Liger CuTe", *head.OURS, "PyTorch eager"]
     head.work([item(TINY, m) for m in methods], rows_path, budget_s=0.01, kernels=False)
     out = tmp_path / "out.json"
     head.merge(out, [json.loads(line) for line in rows_path.read_text().splitlines()])
@@ -156,9 +156,9 @@ def test_limits_name_what_missed_and_what_was_not_measured(capsys, tmp_path):
 
 def test_options_are_timed_next_to_the_plain_loss(tmp_path):
     rows = options.run((64, 200, 16), 0.005, "test", tmp_path / "options.json")
-    exact = [row for row in rows if row["policy"] == "exact"]
-    assert {row["option"] for row in exact} == set(options.options(200, "cpu"))
-    for row in exact:
+    names = options.options(200, "cpu")
+    assert [(row["policy"], row["option"]) for row in rows] == [(p, n) for p in options.POLICIES for n in names]
+    for row in rows:
         assert row["error"] is None and row["total_ratio"] > 0, row
     assert json.loads((tmp_path / "options.json").read_text()) == rows
 
@@ -170,13 +170,16 @@ def test_small_training_writes_curves_and_a_head(tmp_path):
     sizes = "--vocabulary 50 --width 32 --layers 1 --heads 2 --context 32 --batch 4 --steps 40 --warmup 5".split()
     train_small.main(
         [str(tmp_path / "corpus.npz"), *sizes, "--learning-rate", "0.01", "--validate-every", "20"]
-        + ["--validation-blocks", "8", "--policies", "exact", "--seeds", "2", "--no-compile"]
+        + ["--validation-blocks", "8", "--policies", "exact", "sampled", "--seeds", "2", "--no-compile"]
         + ["--out", str(tmp_path / "train.json"), "--save-head", str(tmp_path / "head.pt")]
     )
     result = json.loads((tmp_path / "train.json").read_text())
-    assert [run["seed"] for run in result["runs"]] == [0, 1]
+    assert [(run["policy"], run["seed"]) for run in result["runs"]] == [
+        ("exact", 0), ("sampled", 0), ("exact", 1), ("sampled", 1),
+    ]  # fmt: skip
     assert [point["step"] for point in result["runs"][0]["curve"]] == [20, 40]
-    assert result["summary"]["exact"]["mean"] < 1.0  # a fixed cycle; a uniform guess is 3.9
+    for policy in ("exact", "sampled"):
+        assert result["summary"][policy]["mean"] < 1.0  # a fixed cycle; a uniform guess is 3.9
     assert (tmp_path / "train.png").stat().st_size > 1000
     saved = torch.load(tmp_path / "head.pt")
     assert saved["hidden"].shape[0] == saved["target"].shape[0] and saved["weight"].shape == (50, 32)

@@ -270,10 +270,11 @@ def run_worker(
         if running:
             worker.kill()
             worker.wait()
-            return rows, f"no result in {arguments.patience:.0f} s: {log_path.read_text()[-400:]}"
+            return rows, f"no result in {arguments.patience:.0f} s"
     if worker.returncode == 0 or (rows and rows[-1]["error"]):
         return rows, None
-    return rows, f"exit code {worker.returncode}: {log_path.read_text()[-400:]}"
+    last_words = log_path.read_text().strip().splitlines()[-1:]
+    return rows, f"exit code {worker.returncode}: {' '.join(last_words)[:400]}"
 
 
 def summary(row: dict) -> str:

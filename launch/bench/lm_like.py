@@ -66,15 +66,14 @@ def density(hidden, weight, target, *, eps: float = 2**-12, block: int = 128) ->
     kept: expected part of them that sampling keeps, the mean of min(1, largest entry / eps).
     tiles: part of the block x 128 tiles with such an entry, which a tile filter computes.
     """
-    n, v = hidden.shape[0] // block * block, weight.shape[0]
+    v = weight.shape[0]
     columns = kept = tiles = 0.0
-    for start in range(0, n, block):
-        rows = slice(start, start + block)
-        g = (hidden[rows] @ weight.T).float().softmax(-1)
-        g[torch.arange(block, device=g.device), target[rows]] -= 1
+    parts = list(zip(hidden.split(block), target.split(block), strict=True))
+    for rows, own in parts:
+        g = (rows @ weight.T).float().softmax(-1)
+        g[torch.arange(len(own), device=g.device), own] -= 1
         largest = g.abs_().amax(0)
         columns += (largest >= eps).float().mean().item()
         kept += (largest / eps).clamp(max=1).mean().item()
         tiles += (largest[: v // 128 * 128].view(-1, 128).amax(1) >= eps).float().mean().item()
-    blocks = n // block
-    return dict(columns=columns / blocks, kept=kept / blocks, tiles=tiles / blocks)
+    return dict(columns=columns / len(parts), kept=kept / len(parts), tiles=tiles / len(parts))
