@@ -53,10 +53,28 @@ def gpt(cfg, *, tied: bool = False, seed: int = 1234, vocab: int = VOCAB, **kwar
 
     torch.manual_seed(seed)
     spec = get_gpt_layer_local_spec()
+    if cfg.context_parallel_size > 1:
+        spec.submodules.self_attention.submodules.core_attention = _attention_within_the_rank()
+        kwargs["position_embedding_type"] = "learned_absolute"  # the rotary one pins memory
     if cfg.mtp_num_layers:
         kwargs["mtp_block_spec"] = get_gpt_mtp_block_spec(cfg, spec, use_transformer_engine=False)
     settings = dict(max_sequence_length=16, position_embedding_type="rope") | kwargs
     return GPTModel(cfg, spec, vocab_size=vocab, share_embeddings_and_output_weights=tied, **settings)
+
+
+def _attention_within_the_rank():
+    """Context parallel attention needs Transformer Engine; the head does not care what the tokens have seen."""
+    import copy
+
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    class LocalAttention(DotProductAttention):
+        def __init__(self, config, *args, **kwargs):
+            config = copy.copy(config)
+            config.context_parallel_size = 1
+            super().__init__(config, *args, **kwargs)
+
+    return LocalAttention
 
 
 def batch(seed: int = 7, vocab: int = VOCAB) -> dict[str, Tensor]:
@@ -75,9 +93,7 @@ def batch(seed: int = 7, vocab: int = VOCAB) -> dict[str, Tensor]:
     )
 
 
-def step(
-    model, arguments: dict[str, Tensor], loss_mask: Tensor | None = None
-) -> tuple[Tensor, dict[str, Tensor]]:
+def step(model, arguments: dict[str, Tensor], loss_mask: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
     """The token losses, masked, and every gradient of their weighted sum."""
     model.zero_grad()
     loss_mask = arguments["loss_mask"] if loss_mask is None else loss_mask
@@ -85,9 +101,7 @@ def step(
     output = model(**arguments)
     loss = (output[0] if isinstance(output, tuple) else output) * loss_mask
     (loss * weights).sum().backward()
-    return loss.detach().clone(), {
-        n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
-    }
+    return loss.detach().clone(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_same(ours, theirs, what: str = "", k: float = 1.0) -> None:
@@ -246,10 +260,10 @@ def t5(cfg, *, tied: bool):
     )
 
     torch.manual_seed(1234)
-    model = T5Model(
-        cfg, cfg, get_t5_encoder_with_local_block_spec(cfg.num_layers), get_t5_decoder_with_local_block_spec(cfg.num_layers),
-        vocab_size=VOCAB, max_sequence_length=16, share_embeddings_and_output_weights=tied,
-    )  # fmt: skip
+    encoder = get_t5_encoder_with_local_block_spec(cfg.num_layers)
+    decoder = get_t5_decoder_with_local_block_spec(cfg.num_layers)
+    settings = dict(vocab_size=VOCAB, max_sequence_length=16, share_embeddings_and_output_weights=tied)
+    model = T5Model(cfg, cfg, encoder, decoder, **settings)
     return random_bias(model)
 
 
@@ -295,3 +309,22 @@ def mlp_submodules(layer):
     """The parts of a layer's MLP; a spec before 0.19, a partial function since."""
     mlp = layer.submodules.mlp
     return mlp.submodules if hasattr(mlp, "submodules") else mlp.keywords["submodules"]
+
+
+def encoder_or_decoder():
+    from megatron.core.enums import ModelType
+
+    return ModelType.encoder_or_decoder
+
+
+def context_parallel_part(arguments: dict[str, Tensor], cp: int) -> dict[str, Tensor]:
+    """This rank's two pieces of the sequence, the first and the last of 2 * cp in turn, as Megatron deals them."""
+    if cp == 1:
+        return arguments
+    from megatron.core import parallel_state
+
+    rank = parallel_state.get_context_parallel_rank()
+    pieces = torch.arange(SEQ).chunk(2 * cp)
+    index = torch.cat([pieces[rank], pieces[2 * cp - 1 - rank]])
+    part = {key: value[:, index] for key, value in arguments.items() if key != "attention_mask"}
+    return part | dict(attention_mask=arguments["attention_mask"][..., index, :][..., index])

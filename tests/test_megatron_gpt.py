@@ -42,9 +42,7 @@ def test_loss_and_gradients_equal_megatrons(tp, sequence_parallel, tied):
 
 
 def test_tensor_parallel_size_changes_nothing_but_rounding():
-    one, two, four = (
-        torch.tensor(run_ranks(tp, _equals_native, tp, False, False, {})[0]) for tp in (1, 2, 4)
-    )
+    one, two, four = (torch.tensor(run_ranks(tp, _equals_native, tp, False, False, {})[0]) for tp in (1, 2, 4))
     torch.testing.assert_close(two, one, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(four, one, rtol=2e-6, atol=2e-6)
 
@@ -163,16 +161,22 @@ def test_gathering_does_not_change_the_loss():
     run_ranks(2, _gathered)
 
 
+def _hidden_states(model, arguments: dict) -> torch.Tensor:
+    """What the model hands to its output layer."""
+    seen = []
+    handle = model.output_layer.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+    model(**arguments)
+    handle.remove()
+    return seen[0]
+
+
 def _collectives(rank: int, sequence_parallel: bool):
     models.start(2)
     cfg = models.config(2, sequence_parallel=sequence_parallel)
     model = megatron.install(models.gpt(cfg), **EXACT)
     arguments = models.batch()
     models.step(model, arguments)  # the first call also compares settings
-    hidden = {}
-    model.output_layer.register_forward_pre_hook(lambda module, args: hidden.update(x=args[0].detach()))
-    model(**arguments)
-    return models.collectives_of_head(model, hidden["x"], arguments["labels"])
+    return models.collectives_of_head(model, _hidden_states(model, arguments), arguments["labels"])
 
 
 def test_collectives_are_counted():
@@ -191,15 +195,12 @@ def _toggled(rank: int):
     arguments = models.batch()
     results = []
     for model in _pair(cfg):
-        hidden = {}
-        model.output_layer.register_forward_pre_hook(lambda module, args: hidden.update(x=args[0]))
-        model(**arguments)
-        shard = hidden["x"].detach()
+        shard = _hidden_states(model, arguments)
         whole = [torch.empty_like(shard) for _ in range(2)]
         torch.distributed.all_gather(whole, shard)
         model.output_layer.sequence_parallel = False
         results.append(models.head_step(model, torch.cat(whole), arguments["labels"]))
-    for ours, theirs in zip(results[1], results[0]):
+    for ours, theirs in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     # Back on, the model runs as it did.
     model.output_layer.sequence_parallel = True
@@ -219,10 +220,8 @@ def _not_reduced(rank: int):
         model.output_layer.disable_grad_reduce = True
         model.output_layer.allreduce_dgrad = False
         torch.manual_seed(3)
-        results.append(
-            models.head_step(model, torch.randn(models.SEQ, models.BATCH, 32), arguments["labels"])
-        )
-    for ours, theirs in zip(results[1], results[0]):
+        results.append(models.head_step(model, torch.randn(models.SEQ, models.BATCH, 32), arguments["labels"]))
+    for ours, theirs in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     return results[1][1].tolist()
 

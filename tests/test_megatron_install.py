@@ -10,9 +10,9 @@ import megatron_models as models
 import torch
 import torch.nn.functional as F
 from spawn import run_ranks
+from vpcce.parallel import megatron
 
 import vpcce
-from vpcce.parallel import megatron
 
 pytestmark = pytest.mark.megatron
 EXACT = dict(backward=vpcce.exact())
@@ -166,7 +166,7 @@ def _bad(rank: int, kind: str):
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_changes(kind, error, words):
-    (got, message), = run_ranks(1, _bad, kind)
+    ((got, message),) = run_ranks(1, _bad, kind)
     assert got == error and words in message, message
     assert kind == "policy" or message.startswith("vpcce.parallel.megatron: ")
 
