@@ -1,0 +1,386 @@
+"""The sampled backward: only the columns that the forward marked, packed into lists, without waiting for the device.
+
+    lists       count the marks, plan rounds, list the marked columns of each row block           (`pack`)
+    per round   recompute their logits, toss the coin, write the kept gradient G                  (`packed_gradient`)
+                lists of what was kept; dE of the round's row blocks, final; dC added             (`packed_products`)
+
+Where G lives, 256 bytes per pair in half precision, decides between two orders of work:
+
+- dC fresh in half precision: one round. dC's own storage is free until dC is written, so G lies at its end, with
+  EXTRA_BYTES behind it, and is consumed from the front while finished slabs of dC overwrite it. The fp32 sums are
+  two slabs of columns. Nothing of size [V, D] or [N, D] is allocated beyond the gradients.
+- fp32 dC or main_grad (or dE alone): G has an arena of ARENA_BYTES; rounds take as many super-blocks as fit. Each
+  round finishes dE of its rows; dC is added to in fp32. Deterministic and half precision: into an fp32 copy of dC.
+
+How many pairs there are is known on the device only. If they do not fit, or are so many that the dense product is
+cheaper, the plan's rounds are empty and the flag `dense` starts the predicated dense backward in their place.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from . import pack
+from .marks import WORD_TILE
+from .packed_gradient import packed_gradient_kernel
+from .packed_products import (
+    packed_bias_grad_kernel,
+    packed_hidden_grad_kernel,
+    packed_weight_grad_kernel,
+    round_slab_kernel,
+)
+from .problem import Head, HiddenGradReady, Marks, Policy, RowGradients
+
+ROW_BLOCK = 128
+SUPER_BLOCK = 4  # row blocks that share a coin
+MAX_ROUNDS = 12
+ARENA_BYTES = 40 << 20  # G of one round, where it has memory of its own
+EXTRA_BYTES = 24 << 20  # G behind dC's storage: the last group's has no later columns to lie in
+SLAB_BYTES = 24 << 20  # one of two fp32 sums of a slab of dC
+GROUP_COLUMNS = 8192
+LIST_BLOCK = 64  # words that a list kernel expands at a time
+MAX_DENSITY = 0.35  # of marked pairs, above it the dense product is cheaper
+MIN_LIST = 3 << 19  # pairs that the lists always hold; 17 bytes each
+
+# Called once: computes everything densely if the flag says so. (dense [1] int32, dE or None, dC or main_grad or None,
+# dbias or None); dE and a fresh dC are overwritten, main_grad and dbias added to.
+DenseBackward = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None], None]
+
+
+@dataclass
+class _Layout:
+    """Sizes that follow from the shapes, and the device's plan."""
+
+    n_blocks: int
+    n_super: int
+    n_groups: int
+    n_slabs: int
+    slab_columns: int
+    programs: int
+    plan: Tensor  # [rounds, PLAN_FIELDS] int64
+    dense: Tensor  # [1] int32
+    start: Tensor  # [row blocks, groups] int64
+    counts: Tensor  # [row blocks, groups] int64
+    block_start: Tensor  # [row blocks] int64
+    storage: Tensor
+    extra: Tensor
+    round_pairs: int
+    list_pairs: int
+
+    @property
+    def group_words(self) -> int:
+        return GROUP_COLUMNS // 32
+
+    @property
+    def groups_pow2(self) -> int:
+        return triton.next_power_of_2(self.n_groups)
+
+
+def packed_backward(
+    hidden: Tensor,  # [N, D]
+    head: Head,
+    target: Tensor,  # [N]
+    lse: Tensor,  # [N]
+    rows: RowGradients,
+    *,
+    n_rows: Tensor | None,
+    policy: Policy,
+    marks: Marks,
+    hidden_grad: bool,
+    weight_grad: bool,
+    bias_grad: bool,
+    main_grad: Tensor | None,
+    hidden_grad_dtype: torch.dtype,
+    hidden_grad_ready: HiddenGradReady,
+    dense_backward: DenseBackward,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dE, dC or None when main_grad took it, dbias) of the sampled policy; see the module and `problem`."""
+    n, d = hidden.shape
+    n_columns = head.weight.shape[0]
+    device = hidden.device
+    dtype = torch.promote_types(hidden.dtype, head.weight.dtype)
+    d_hidden = torch.zeros(n, d, dtype=hidden_grad_dtype, device=device) if hidden_grad else None
+    d_bias = torch.zeros(n_columns, dtype=torch.float32, device=device) if bias_grad else None
+    d_weight = None
+    if weight_grad and main_grad is None:
+        d_weight = torch.empty(n_columns, d, dtype=head.weight.dtype, device=device)
+    total = main_grad if main_grad is not None else d_weight
+    if n == 0 or n_columns == 0:
+        if d_hidden is not None:
+            hidden_grad_ready(d_hidden)
+        if d_weight is not None:
+            d_weight.zero_()
+        return d_hidden, d_weight, d_bias
+
+    in_place = (
+        d_weight is not None
+        and d_weight.dtype == dtype != torch.float32
+        and not policy.deterministic
+        and n <= 10 * d  # at 10% density G then fits into dC
+    )
+    sums = None  # what dC is added into, fp32
+    if weight_grad and not in_place:
+        sums = total
+        if main_grad is None or total.dtype != torch.float32:
+            sums = torch.zeros(n_columns, d, dtype=torch.float32, device=device)
+    layout = _layout(marks.bits, n_rows, n, n_columns, d, dtype, d_weight if in_place else None)
+    work = _Work(hidden, head, target, lse, rows, n_rows, policy, marks, layout, dtype)
+
+    for r in range(layout.plan.shape[0]):
+        work.gradient(r)
+        if d_hidden is not None:
+            work.hidden_grad(r, d_hidden)
+        if d_bias is not None:
+            work.bias_grad(r, d_bias)
+        if sums is not None:
+            work.weight_grad(r, sums, 0, layout.n_slabs, 0)
+    if sums is not None and sums is not total:
+        # The dense backward writes `total` itself, and the sums are 0 then.
+        work.add_constant(sums)
+        total.copy_(sums) if main_grad is None else total.add_(sums)
+    elif sums is not None:
+        work.add_constant(sums)
+    if d_bias is not None:
+        work.add_constant_bias(d_bias)
+    dense_backward(layout.dense, d_hidden, total, d_bias)
+    if d_hidden is not None:
+        hidden_grad_ready(d_hidden)
+    if in_place:
+        work.weight_grad_in_place(d_weight)
+    return d_hidden, d_weight, d_bias
+
+
+def _layout(bits, n_rows, n, n_columns, d, dtype, storage) -> _Layout:
+    device = bits.device
+    n_blocks, n_words = bits.shape
+    n_super = triton.cdiv(n_blocks, SUPER_BLOCK)
+    n_groups = triton.cdiv(n_columns, GROUP_COLUMNS)
+    every_pair = n_blocks * n_columns
+    row_bytes = ROW_BLOCK * dtype.itemsize
+    slab_columns = WORD_TILE
+    while slab_columns < GROUP_COLUMNS and slab_columns * 2 * d * 4 <= SLAB_BYTES:
+        slab_columns *= 2
+    if storage is not None:
+        n_rounds = 1
+        extra_rows = min(EXTRA_BYTES // row_bytes, every_pair)
+        storage_rows = storage.numel() * storage.element_size() // row_bytes
+        capacity = int(min(max(MIN_LIST, 0.1 * every_pair), MAX_DENSITY * every_pair + 2048, every_pair))
+        list_pairs = round_pairs = capacity
+    else:
+        extra_rows = capacity = round_pairs = min(ARENA_BYTES // row_bytes, every_pair)
+        n_rounds = min(MAX_ROUNDS, n_super, triton.cdiv(every_pair, capacity))
+        list_pairs = min(n_rounds * capacity, every_pair)
+
+    counts = torch.zeros(n_super * SUPER_BLOCK, n_groups, dtype=torch.int64, device=device)
+    plan = torch.zeros(n_rounds, pack.PLAN_FIELDS, dtype=torch.int64, device=device)
+    dense = torch.empty(1, dtype=torch.int32, device=device)
+    extra = torch.empty(max(extra_rows, 1) * ROW_BLOCK, dtype=dtype, device=device)
+    pack.count_kernel[(n_groups, n_blocks)](
+        bits, n_rows, counts, n_words, n_columns, GROUP_WORDS=GROUP_COLUMNS // 32, num_warps=4
+    )
+    if storage is not None:
+        ordered = counts.T.contiguous().view(-1)
+        end = ordered.cumsum(0)
+        start = (end - ordered).view(n_groups, -1).T.contiguous()
+        pack.plan_in_place_kernel[(1,)](
+            start, end[-1:], plan, dense, n_blocks, n_groups, n_columns, capacity, storage_rows, extra_rows, row_bytes,
+            d * storage.element_size(), GROUP=GROUP_COLUMNS, GROUPS=triton.next_power_of_2(n_groups), num_warps=4,
+        )  # fmt: skip
+    else:
+        ordered = counts.view(n_super, SUPER_BLOCK, n_groups).transpose(1, 2).contiguous()
+        end = ordered.view(-1).cumsum(0)
+        start = (end - ordered.view(-1)).view(n_super, n_groups, SUPER_BLOCK).transpose(1, 2).contiguous()
+        pack.plan_rounds_kernel[(1,)](
+            counts.view(n_super, -1).sum(1), plan, dense, n_super, n_blocks, capacity, n_rounds,
+            PLAN_FIELDS=pack.PLAN_FIELDS, num_warps=1,
+        )  # fmt: skip
+    per_block = counts.sum(1)
+    return _Layout(
+        n_blocks=n_blocks,
+        n_super=n_super,
+        n_groups=n_groups,
+        n_slabs=triton.cdiv(n_columns, slab_columns),
+        slab_columns=slab_columns,
+        programs=_programs(device),
+        plan=plan,
+        dense=dense,
+        start=start.view(-1, n_groups),
+        counts=counts,
+        block_start=per_block.cumsum(0) - per_block,
+        storage=extra if storage is None else storage,
+        extra=extra,
+        round_pairs=round_pairs,
+        list_pairs=list_pairs,
+    )
+
+
+class _Work:
+    """The lists of one backward and the kernels that run on them, a round at a time."""
+
+    def __init__(self, hidden, head, target, lse, rows, n_rows, policy, marks, layout, dtype):
+        self.hidden, self.head, self.target, self.lse, self.rows = hidden, head, target, lse, rows
+        self.n_rows, self.policy, self.marks, self.layout = n_rows, policy, marks, layout
+        self.n, self.d = hidden.shape
+        self.n_columns = head.weight.shape[0]
+        self.n_words = marks.bits.shape[1]
+        device = hidden.device
+        self.half = dtype != torch.float32
+        self.precision = "tf32" if self.half else "ieee"  # ignored for half operands
+        scale = head.scale
+        self.scale = scale if isinstance(scale, Tensor) else torch.full((), scale, dtype=torch.float32, device=device)
+        self.unit = _unit(rows) if dtype == torch.float16 else None
+        self._prepare_constant()
+
+        def ints(*shape):
+            return torch.empty(*shape, dtype=torch.int32, device=device)
+
+        self.word_start = ints(layout.n_blocks, self.n_words)
+        self.kept_bits = ints(layout.n_blocks, self.n_words)
+        self.list = ints(layout.list_pairs)
+        self.keep = torch.empty(layout.round_pairs, dtype=torch.int8, device=device)
+        self.kept_counts = ints(layout.n_blocks, layout.n_groups)
+        self.kept_pair = ints(layout.round_pairs)
+        self.kept_column = ints(layout.round_pairs)
+        self.union = ints(layout.round_pairs)
+        self.union_start = ints(layout.n_super, layout.n_slabs)
+        self.union_count = ints(layout.n_super, layout.n_slabs)
+        pack.list_kernel[(layout.n_groups, layout.n_blocks)](
+            marks.bits, n_rows, layout.start, layout.dense, self.word_start, self.list, self.n_words, self.n_columns,
+            GROUP_WORDS=layout.group_words, BLOCK=LIST_BLOCK, num_warps=4,
+        )  # fmt: skip
+
+    def gradient(self, r: int) -> None:
+        """G of the round's pairs, and the lists of those that stay."""
+        at, rows, head = self.layout, self.rows, self.head
+        plan = at.plan[r]
+        packed_gradient_kernel[(at.programs,)](
+            self.hidden, head.weight, head.bias, self.target, self.lse, rows.softmax, rows.target, rows.softmax_logit,
+            self.n_rows, self.marks.seed, self.scale, self.unit, at.start, at.counts, plan, self.list, self.keep,
+            at.storage, at.extra, self.n, self.hidden.stride(0), head.weight.stride(0), head.start, at.n_groups,
+            self.policy.eps, head.softcap or 0.0, D=self.d, HAS_SOFTCAP=head.softcap is not None,
+            PROGRAMS=at.programs, PRECISION=self.precision, **GRADIENT_BLOCKS[self.half],
+        )  # fmt: skip
+        pack.keep_kernel[(at.programs * 4,)](
+            self.marks.bits, self.word_start, self.keep, plan, self.kept_bits, self.kept_counts, self.n_words,
+            self.n_columns, at.n_groups, GROUP_WORDS=at.group_words, BLOCK=LIST_BLOCK, PROGRAMS=at.programs * 4, num_warps=4,
+        )  # fmt: skip
+        pack.kept_list_kernel[(at.programs * 4,)](
+            self.marks.bits, self.kept_bits, self.word_start, at.block_start, self.kept_counts, plan, self.kept_pair,
+            self.kept_column, self.n_words, self.n_columns, at.n_groups, GROUP_WORDS=at.group_words,
+            GROUPS=at.groups_pow2, BLOCK=LIST_BLOCK, PROGRAMS=at.programs * 4, num_warps=4,
+        )  # fmt: skip
+        pack.union_kernel[(at.programs * 4,)](
+            self.kept_bits, at.start, plan, self.union, self.union_start, self.union_count, self.n_words, at.n_groups,
+            at.n_slabs, GROUP_WORDS=at.group_words, SLAB_WORDS=at.slab_columns // 32, PROGRAMS=at.programs * 4,
+            num_warps=4,
+        )  # fmt: skip
+
+    def hidden_grad(self, r: int, out: Tensor) -> None:
+        at = self.layout
+        packed_hidden_grad_kernel[(at.programs,)](
+            self.head.weight, at.storage, at.extra, self.unit, at.plan[r], at.block_start, self.kept_counts,
+            self.kept_pair, self.kept_column, self.n_rows, self.constant, self.constant_weight, out, self.n,
+            self.head.weight.stride(0), at.n_groups, D=self.d, GROUPS=at.groups_pow2, PROGRAMS=at.programs,
+            PRECISION=self.precision, **HIDDEN_BLOCKS[self.half],
+        )  # fmt: skip
+
+    def weight_grad(self, r: int, out: Tensor, first_slab: int, n_slabs: int, first_column: int) -> None:
+        at = self.layout
+        packed_weight_grad_kernel[(at.programs,)](
+            self.hidden, at.storage, at.extra, self.unit, at.plan[r], self.marks.bits, self.kept_bits, self.word_start,
+            self.union, self.union_start, self.union_count, self.n_rows, out, first_slab, n_slabs, first_column,
+            self.n, self.hidden.stride(0), out.stride(0), self.n_words, at.n_slabs, D=self.d, PROGRAMS=at.programs,
+            ATOMIC=not self.policy.deterministic, PRECISION=self.precision, **WEIGHT_BLOCKS[self.half],
+        )  # fmt: skip
+
+    def weight_grad_in_place(self, out: Tensor) -> None:
+        """dC slab by slab into the storage that G is leaving."""
+        at = self.layout
+        slab = torch.zeros(at.slab_columns, self.d, dtype=torch.float32, device=out.device)
+        for s in range(at.n_slabs):
+            first = s * at.slab_columns
+            self.weight_grad(0, slab, s, 1, first)
+            grid = (min(at.slab_columns, self.n_columns - first), triton.cdiv(self.d, 1024))
+            round_slab_kernel[grid](
+                slab, at.dense, self.constant_hidden, self.head.column_weight, out, first, self.n_columns, D=self.d,
+                BLOCK=1024, num_warps=4,
+            )  # fmt: skip
+
+    def bias_grad(self, r: int, out: Tensor) -> None:
+        at = self.layout
+        packed_bias_grad_kernel[(at.n_slabs,)](
+            at.storage, at.extra, self.unit, at.plan[r], self.marks.bits, self.kept_bits, self.word_start, self.union,
+            self.union_start, self.union_count, out, self.n_words, at.n_slabs, BLOCK_N=64, num_warps=4,
+        )  # fmt: skip
+
+    def _prepare_constant(self) -> None:
+        """Row gradients that are the same for every column: dE += constant (x) sum of weights, and dC likewise."""
+        self.constant = self.constant_weight = self.constant_hidden = None
+        if self.rows.constant is None:
+            return
+        constant = self.rows.constant.float() * self.scale
+        if self.n_rows is not None:
+            constant = torch.where(torch.arange(self.n, device=constant.device) < self.n_rows, constant, 0.0)
+        share = self.head.column_weight
+        if share is None:
+            share = torch.ones(self.n_columns, dtype=torch.float32, device=constant.device)
+        self.constant = constant
+        self.constant_weight = _row_sum(share, self.head.weight)
+        # 0 when the dense backward, which has its own constant term, takes over
+        self.constant_hidden = _row_sum(constant, self.hidden, self.n_rows) * (self.layout.dense == 0)
+
+    def add_constant(self, out: Tensor) -> None:
+        if self.constant_hidden is None:
+            return
+        share = self.head.column_weight
+        out.add_(self.constant_hidden) if share is None else out.addr_(share, self.constant_hidden)
+
+    def add_constant_bias(self, out: Tensor) -> None:
+        if self.constant is None:
+            return
+        share = self.head.column_weight
+        total = self.constant.sum() * (self.layout.dense == 0)
+        out.add_(total if share is None else share * total)
+
+
+# Tile sizes by half precision or fp32. fp32 products do not use tensor cores; their tiles only bound shared memory.
+GRADIENT_BLOCKS = {
+    True: dict(BLOCK_N=128, BLOCK_K=64, num_warps=8, num_stages=4),
+    False: dict(BLOCK_N=64, BLOCK_K=32, num_warps=8, num_stages=2),
+}
+HIDDEN_BLOCKS = {
+    True: dict(BLOCK_K=64, BLOCK_D=256, num_warps=8, num_stages=3),
+    False: dict(BLOCK_K=32, BLOCK_D=64, num_warps=8, num_stages=2),
+}
+WEIGHT_BLOCKS = {
+    True: dict(BLOCK_N=128, BLOCK_K=64, BLOCK_D=256, num_warps=8, num_stages=3),
+    False: dict(BLOCK_N=64, BLOCK_K=32, BLOCK_D=64, num_warps=8, num_stages=2),
+}
+
+
+def _row_sum(share: Tensor, matrix: Tensor, n_rows: Tensor | None = None) -> Tensor:
+    """share @ matrix in fp32, [D], a block of rows at a time; rows beyond n_rows may hold anything."""
+    total = torch.zeros(matrix.shape[1], dtype=torch.float32, device=matrix.device)
+    for start in range(0, matrix.shape[0], 4096):
+        block = matrix[start : start + 4096].float()
+        if n_rows is not None:
+            inside = torch.arange(start, start + len(block), device=block.device) < n_rows
+            block = torch.where(inside[:, None], block, 0.0)
+        total += share[start : start + 4096] @ block
+    return total
+
+
+def _unit(rows: RowGradients) -> Tensor:
+    """A power of two near the largest row gradient: fp16 cannot hold p / N itself."""
+    largest = torch.maximum(rows.softmax.abs().amax(), rows.target.abs().amax()).float()
+    usable = torch.isfinite(largest) & (largest > 0)
+    return torch.ldexp(torch.ones_like(largest), torch.frexp(torch.where(usable, largest, 1.0)).exponent)
+
+
+def _programs(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 2  # Triton's interpreter runs programs one after another
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,315 @@
+"""From marks to lists: which (row block, column) pairs the packed backward works on, and where their gradient lies.
+
+A pair is one column of one row block; its 128 gradients are one row of the arena G. Columns are cut into groups of
+GROUP columns and groups into slabs; a super-block is the four row blocks of a coin. Pairs are ordered by
+(group, row block) when all of them fit at once, else by (super-block, group, row block) and worked on in rounds of
+super-blocks; within a (group, row block) they are ordered as words and bits are (`marks`). So the pairs of one
+super-block in one group are contiguous in both orders, and their columns' union fits where the pairs are.
+
+    counts[b, g] = marked columns           start[b, g] = exclusive sum in that order
+    word_start[b, w] = pair of the first bit of word w; pair of (b, v) = word_start[b, w(v)] + bits below v in w(v)
+
+Worked example, 256-column tiles cut to 8 words of which three have marks, one row block, start = 10:
+    word 0 = 0b101 (columns 0, 16)   word 3 = 0b1 (column 3)   word 7 = 0b10 (column 15)
+    word_start = 10 12 12 12 13 13 13 13            list = [10: 0, 11: 16, 12: 3, 13: 15]
+
+Nothing here waits for the device: how many pairs there are is known only there, so `plan_kernel` decides on the
+rounds, or sets `dense`, which sends the whole backward to the dense kernels when the lists would not pay or fit.
+"""
+
+import triton
+import triton.language as tl
+
+# Columns of a row of the plan, one per round: row blocks [first, last), number of the round's first pair, and where
+# pair p of the round lies in G: at storage row p + storage_shift if p < spill, else at extra row p + extra_shift.
+PLAN_FIELDS = 6
+PLAN_FIRST: tl.constexpr = tl.constexpr(0)
+PLAN_LAST: tl.constexpr = tl.constexpr(1)
+PLAN_BASE: tl.constexpr = tl.constexpr(2)
+PLAN_SPILL: tl.constexpr = tl.constexpr(3)
+PLAN_STORAGE_SHIFT: tl.constexpr = tl.constexpr(4)
+PLAN_EXTRA_SHIFT: tl.constexpr = tl.constexpr(5)
+
+
+@triton.jit
+def popcount(x):  # int32
+    x = x.to(tl.uint32)
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def word_of(column):
+    return (column // 256) * 8 + column % 8
+
+
+@triton.jit
+def pair_of(bits, word_start, column):
+    """Where the pair of a marked column is, given its word and the word's first pair."""
+    below = (1 << ((column // 8) % 32).to(tl.int32)).to(tl.int32) - 1
+    return word_start + popcount(bits & below)
+
+
+@triton.jit
+def load_words(bits_ptr, row_block, words, n_words, n_columns):
+    """Marks of one row block with undefined bits cleared."""
+    bits = tl.load(bits_ptr + row_block * n_words.to(tl.int64) + words, mask=words < n_words, other=0)
+    first_column = (words // 8) * 256 + words % 8
+    n_valid = tl.minimum(tl.maximum((n_columns - first_column + 7) // 8, 0), 32)
+    valid = (1 << tl.minimum(n_valid, 31)).to(tl.int32) - 1
+    return bits & tl.where(n_valid == 32, -1, valid)
+
+
+@triton.jit
+def count_kernel(
+    bits_ptr,  # [row blocks, words]
+    n_rows_ptr,  # [1] or None
+    counts_ptr,  # [row blocks, groups] int64
+    n_words,
+    n_columns,
+    GROUP_WORDS: tl.constexpr,
+):
+    group, row_block = tl.program_id(0), tl.program_id(1)
+    words = group * GROUP_WORDS + tl.arange(0, GROUP_WORDS)
+    n = tl.sum(popcount(load_words(bits_ptr, row_block, words, n_words, n_columns)), 0)
+    if n_rows_ptr is not None:
+        n = tl.where(row_block * 128 < tl.load(n_rows_ptr), n, 0)
+    tl.store(counts_ptr + row_block * tl.num_programs(0) + group, n.to(tl.int64))
+
+
+@triton.jit
+def plan_rounds_kernel(
+    super_counts_ptr,  # [super-blocks] int64
+    plan_ptr,  # [rounds, PLAN_FIELDS] int64, zeros
+    dense_ptr,  # [1] int32
+    n_super,
+    n_blocks,
+    capacity,  # pairs the arena holds
+    n_rounds,
+    PLAN_FIELDS: tl.constexpr,
+):
+    """Fills rounds with as many super-blocks as fit, in order; one program."""
+    used = tl.zeros((), tl.int64)
+    base = tl.zeros((), tl.int64)
+    first = tl.zeros((), tl.int32)
+    at = tl.zeros((), tl.int32)
+    fits = tl.full((), 1, tl.int32)
+    for s in range(n_super):
+        n = tl.load(super_counts_ptr + s)
+        fits = tl.where(n > capacity, 0, fits)
+        if used + n > capacity:
+            _store_round(plan_ptr + at * PLAN_FIELDS, first, s * 4, base, at < n_rounds)
+            base += used
+            used = tl.zeros((), tl.int64)
+            first = first * 0 + s * 4
+            at += 1
+        used += n
+    _store_round(plan_ptr + at * PLAN_FIELDS, first, n_blocks, base, at < n_rounds)
+    dense = (fits == 0) | (at >= n_rounds)
+    if dense:
+        for r in range(n_rounds):
+            _store_round(plan_ptr + r * PLAN_FIELDS, 0, 0, base * 0, True)
+    tl.store(dense_ptr, dense.to(tl.int32))
+
+
+@triton.jit
+def _store_round(plan_ptr, first, last, base, mask):
+    tl.store(plan_ptr + PLAN_FIRST, first, mask=mask)
+    tl.store(plan_ptr + PLAN_LAST, last, mask=mask)
+    tl.store(plan_ptr + PLAN_BASE, base, mask=mask)
+
+
+@triton.jit
+def plan_in_place_kernel(
+    start_ptr,  # [row blocks, groups] int64
+    total_ptr,  # [1] int64
+    plan_ptr,  # [1, PLAN_FIELDS] int64, zeros
+    dense_ptr,  # [1] int32
+    n_blocks,
+    n_groups,
+    n_columns,
+    capacity,  # pairs that the lists hold
+    storage_rows,  # rows of G that dC's own storage holds
+    extra_rows,  # rows of G beside it
+    row_bytes,  # of G
+    column_bytes,  # of dC
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """One round with G at the end of dC's storage and `extra` behind it, if no group's G is overwritten too early.
+
+    dC is finished group by group from the front, so while group g is, the pairs from start[0, g] on must lie beyond
+    the group's last column.
+    """
+    total = tl.load(total_ptr)
+    spill = tl.maximum(total - extra_rows, 0)
+    group = tl.arange(0, GROUPS)
+    first_pair = tl.load(start_ptr + group, mask=group < n_groups, other=total)
+    end = tl.minimum((group + 1).to(tl.int64) * GROUP, n_columns) * column_bytes
+    in_storage = (first_pair < spill) & (group < n_groups)
+    clash = in_storage & ((first_pair + storage_rows - spill) * row_bytes < end)
+    dense = (total > capacity) | (tl.sum(clash.to(tl.int32), 0) > 0)
+    tl.store(dense_ptr, dense.to(tl.int32))
+    tl.store(plan_ptr + PLAN_LAST, tl.where(dense, 0, n_blocks))
+    tl.store(plan_ptr + PLAN_SPILL, spill)
+    tl.store(plan_ptr + PLAN_STORAGE_SHIFT, storage_rows - spill)
+    tl.store(plan_ptr + PLAN_EXTRA_SHIFT, -spill)
+
+
+@triton.jit
+def list_kernel(
+    bits_ptr,  # [row blocks, words]
+    n_rows_ptr,  # [1] or None
+    start_ptr,  # [row blocks, groups] int64
+    dense_ptr,  # [1]
+    word_start_ptr,  # [row blocks, words] int32
+    list_ptr,  # [pairs] int32: column of each pair
+    n_words,
+    n_columns,
+    GROUP_WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    group, row_block = tl.program_id(0), tl.program_id(1)
+    if tl.load(dense_ptr) != 0:
+        return
+    if n_rows_ptr is not None:
+        if row_block * 128 >= tl.load(n_rows_ptr):
+            return
+    start = tl.load(start_ptr + row_block * tl.num_programs(0) + group).to(tl.int32)
+    bit = tl.arange(0, 32)
+    for w in range(0, GROUP_WORDS, BLOCK):
+        words = group * GROUP_WORDS + w + tl.arange(0, BLOCK)
+        bits = load_words(bits_ptr, row_block, words, n_words, n_columns)
+        n = popcount(bits)
+        word_start = start + tl.cumsum(n, 0) - n
+        tl.store(word_start_ptr + row_block * n_words.to(tl.int64) + words, word_start, mask=words < n_words)
+        column = ((words // 8) * 256 + words % 8)[:, None] + 8 * bit[None, :]
+        marked = ((bits[:, None] >> bit[None, :]) & 1) != 0
+        offs = word_start[:, None] + popcount(bits[:, None] & ((1 << bit) - 1)[None, :])
+        tl.store(list_ptr + offs, column, mask=marked)
+        start += tl.sum(n, 0)
+
+
+@triton.jit
+def keep_kernel(
+    bits_ptr,  # [row blocks, words]
+    word_start_ptr,  # [row blocks, words]
+    keep_ptr,  # [pairs of a round] int8
+    plan_ptr,  # this round's row of the plan
+    kept_bits_ptr,  # [row blocks, words] out: marks with the dropped columns cleared
+    kept_counts_ptr,  # [row blocks, groups] int32 out
+    n_words,
+    n_columns,
+    n_groups,
+    GROUP_WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    first = tl.load(plan_ptr + PLAN_FIRST).to(tl.int32)
+    n_blocks = tl.load(plan_ptr + PLAN_LAST).to(tl.int32) - first
+    base = tl.load(plan_ptr + PLAN_BASE).to(tl.int32)
+    bit = tl.arange(0, 32)
+    for item in range(tl.program_id(0), n_blocks * n_groups, PROGRAMS):
+        row_block = first + item // n_groups
+        group = item % n_groups
+        n = tl.zeros((), tl.int32)
+        for w in range(0, GROUP_WORDS, BLOCK):
+            words = group * GROUP_WORDS + w + tl.arange(0, BLOCK)
+            offs_words = row_block * n_words.to(tl.int64) + words
+            bits = load_words(bits_ptr, row_block, words, n_words, n_columns)
+            word_start = tl.load(word_start_ptr + offs_words, mask=words < n_words, other=0)
+            pair = (word_start - base)[:, None] + popcount(bits[:, None] & ((1 << bit) - 1)[None, :])
+            marked = ((bits[:, None] >> bit[None, :]) & 1) != 0
+            keep = tl.load(keep_ptr + pair, mask=marked, other=0).to(tl.int32)
+            kept_bits = tl.sum(keep << bit[None, :], 1)
+            tl.store(kept_bits_ptr + offs_words, kept_bits, mask=words < n_words)
+            n += tl.sum(popcount(kept_bits), 0)
+        tl.store(kept_counts_ptr + row_block * n_groups + group, n)
+
+
+@triton.jit
+def kept_list_kernel(
+    bits_ptr,  # [row blocks, words]
+    kept_bits_ptr,  # [row blocks, words]
+    word_start_ptr,  # [row blocks, words]
+    block_start_ptr,  # [row blocks] int64: pairs of the row blocks before
+    kept_counts_ptr,  # [row blocks, groups] int32
+    plan_ptr,  # this round's row of the plan
+    kept_pair_ptr,  # [pairs of a round] out: per row block, the pairs that stay
+    kept_column_ptr,  # [pairs of a round] out: their columns
+    n_words,
+    n_columns,
+    n_groups,
+    GROUP_WORDS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    first = tl.load(plan_ptr + PLAN_FIRST).to(tl.int32)
+    n_blocks = tl.load(plan_ptr + PLAN_LAST).to(tl.int32) - first
+    base = tl.load(plan_ptr + PLAN_BASE).to(tl.int32)
+    block_base = tl.load(block_start_ptr + first)
+    bit = tl.arange(0, 32)
+    below = ((1 << bit) - 1)[None, :]
+    groups = tl.arange(0, GROUPS)
+    for item in range(tl.program_id(0), n_blocks * n_groups, PROGRAMS):
+        row_block = first + item // n_groups
+        group = item % n_groups
+        earlier = tl.load(kept_counts_ptr + row_block * n_groups + groups, mask=groups < group, other=0)
+        at = (tl.load(block_start_ptr + row_block) - block_base).to(tl.int32) + tl.sum(earlier, 0)
+        for w in range(0, GROUP_WORDS, BLOCK):
+            words = group * GROUP_WORDS + w + tl.arange(0, BLOCK)
+            offs_words = row_block * n_words.to(tl.int64) + words
+            bits = load_words(bits_ptr, row_block, words, n_words, n_columns)
+            kept_bits = tl.load(kept_bits_ptr + offs_words, mask=words < n_words, other=0)
+            word_start = tl.load(word_start_ptr + offs_words, mask=words < n_words, other=0)
+            n = popcount(kept_bits)
+            offs = (at + tl.cumsum(n, 0) - n)[:, None] + popcount(kept_bits[:, None] & below)
+            kept = ((kept_bits[:, None] >> bit[None, :]) & 1) != 0
+            pair = (word_start - base)[:, None] + popcount(bits[:, None] & below)
+            column = ((words // 8) * 256 + words % 8)[:, None] + 8 * bit[None, :]
+            tl.store(kept_pair_ptr + offs, pair, mask=kept)
+            tl.store(kept_column_ptr + offs, column, mask=kept)
+            at += tl.sum(n, 0)
+
+
+@triton.jit
+def union_kernel(
+    kept_bits_ptr,  # [row blocks, words]
+    start_ptr,  # [row blocks, groups] int64
+    plan_ptr,  # this round's row of the plan
+    union_ptr,  # [pairs of a round] out: per (super-block, group), the columns that stay in any of its row blocks
+    union_start_ptr,  # [super-blocks, slabs] int32 out
+    union_count_ptr,  # [super-blocks, slabs] int32 out
+    n_words,
+    n_groups,
+    n_slabs,
+    GROUP_WORDS: tl.constexpr,
+    SLAB_WORDS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    first = tl.load(plan_ptr + PLAN_FIRST).to(tl.int32)
+    last = tl.load(plan_ptr + PLAN_LAST).to(tl.int32)
+    base = tl.load(plan_ptr + PLAN_BASE)
+    bit = tl.arange(0, 32)
+    SLABS: tl.constexpr = GROUP_WORDS // SLAB_WORDS
+    for item in range(tl.program_id(0), tl.cdiv(last - first, 4) * n_groups, PROGRAMS):
+        super_block = first // 4 + item // n_groups
+        group = item % n_groups
+        at = (tl.load(start_ptr + super_block * 4 * n_groups + group) - base).to(tl.int32)
+        for slab in range(group * SLABS, tl.minimum((group + 1) * SLABS, n_slabs)):
+            words = slab * SLAB_WORDS + tl.arange(0, SLAB_WORDS)
+            union = tl.zeros((SLAB_WORDS,), tl.int32)
+            for row_block in range(super_block * 4, tl.minimum(super_block * 4 + 4, last)):
+                offs = row_block * n_words.to(tl.int64) + words
+                union |= tl.load(kept_bits_ptr + offs, mask=words < n_words, other=0)
+            n = popcount(union)
+            total = tl.sum(n, 0)
+            column = ((words // 8) * 256 + words % 8)[:, None] + 8 * bit[None, :]
+            offs = (at + tl.cumsum(n, 0) - n)[:, None] + popcount(union[:, None] & ((1 << bit) - 1)[None, :])
+            tl.store(union_ptr + offs, column, mask=((union[:, None] >> bit[None, :]) & 1) != 0)
+            tl.store(union_start_ptr + super_block * n_slabs + slab, at)
+            tl.store(union_count_ptr + super_block * n_slabs + slab, total)
+            at += total

@@ -1,0 +1,285 @@
+"""The two products of the packed backward, on the lists that `pack` made.
+
+    dE[block]  = sum over the block's kept pairs of G[pair] (x) weight[column]       one program owns its part: no atomics
+    dC[column] += sum over the four row blocks of a super-block of G[pair] @ hidden  one addition per super-block
+
+The coin is shared by a super-block, so the kept sets of its row blocks nest and one list (their union) serves all
+four: a product with 512 tokens behind every addition into dC instead of 128, and about half as many additions.
+
+dC in half precision is built in two fp32 buffers of one slab of columns each. Launch s adds slab s into one of them
+while other programs of the same launch round slab s - 1 into dC and clear its buffer, so fp32 sums stay in L2 and
+never travel to memory; the order of launches is the only synchronisation. fp32 dC and `main_grad` are added to
+directly. Without atomics (`deterministic`) one program owns (slab, part of D) and takes the super-blocks in order.
+"""
+
+import triton
+import triton.language as tl
+
+from .pack import PLAN_BASE, PLAN_FIRST, PLAN_LAST, pair_of, word_of
+from .packed_gradient import arena_rows
+
+
+@triton.jit
+def packed_hidden_grad_kernel(
+    weight_ptr,  # [V, D]
+    storage_ptr,  # G
+    extra_ptr,  # G
+    unit_ptr,  # [] fp32 or None
+    plan_ptr,  # this round's row of the plan
+    block_start_ptr,  # [row blocks] int64
+    kept_counts_ptr,  # [row blocks, groups] int32
+    kept_pair_ptr,  # [pairs of a round]
+    kept_column_ptr,  # [pairs of a round]
+    n_rows_ptr,  # [1] or None
+    constant_ptr,  # [N] or None: adds constant (x) constant_weight
+    constant_weight_ptr,  # [D] or None
+    out_ptr,  # [N, D]
+    n,
+    stride_weight,
+    n_groups,
+    D: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    first = tl.load(plan_ptr + PLAN_FIRST).to(tl.int32)
+    n_blocks = tl.load(plan_ptr + PLAN_LAST).to(tl.int32) - first
+    block_base = tl.load(block_start_ptr + first)
+    if n_rows_ptr is not None:
+        n = tl.minimum(n, tl.load(n_rows_ptr))
+    dtype = extra_ptr.dtype.element_ty
+    groups = tl.arange(0, GROUPS)
+    offs_m = tl.arange(0, 128)
+    for item in range(tl.program_id(0), n_blocks * tl.cdiv(D, BLOCK_D), PROGRAMS):
+        row_block = first + item % n_blocks
+        offs_d = item // n_blocks * BLOCK_D + tl.arange(0, BLOCK_D)
+        in_d = offs_d < D
+        counts = tl.load(kept_counts_ptr + row_block * n_groups + groups, mask=groups < n_groups, other=0)
+        n_pairs = tl.sum(counts, 0)
+        at = tl.load(block_start_ptr + row_block) - block_base
+        acc = tl.zeros((128, BLOCK_D), tl.float32)
+        for t in range(0, n_pairs, BLOCK_K):
+            offs_k = t + tl.arange(0, BLOCK_K)
+            inside = offs_k < n_pairs
+            pair = tl.load(kept_pair_ptr + at + offs_k, mask=inside, other=0)
+            column = tl.load(kept_column_ptr + at + offs_k, mask=inside, other=0).to(tl.int64)
+            g_rows = arena_rows(storage_ptr, extra_ptr, plan_ptr, pair)
+            g = tl.load(g_rows[:, None] + offs_m[None, :], mask=inside[:, None], other=0.0)
+            weight = weight_ptr + column[:, None] * stride_weight + offs_d[None, :]
+            if D % BLOCK_D == 0:
+                w = tl.load(weight, mask=inside[:, None], other=0.0)
+            else:
+                w = tl.load(weight, mask=inside[:, None] & in_d[None, :], other=0.0)
+            acc = tl.dot(tl.trans(g), w.to(dtype), acc, input_precision=PRECISION)
+        if unit_ptr is not None:
+            acc *= tl.load(unit_ptr)
+        rows = row_block * 128 + offs_m
+        if constant_ptr is not None:
+            constant = tl.load(constant_ptr + rows, mask=rows < n, other=0.0)
+            acc += constant[:, None] * tl.load(constant_weight_ptr + offs_d, mask=in_d, other=0.0)[None, :]
+        out = out_ptr + rows.to(tl.int64)[:, None] * D + offs_d[None, :]
+        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(rows < n)[:, None] & in_d[None, :])
+
+
+@triton.jit
+def _column_products(
+    hidden_ptr,
+    storage_ptr,
+    extra_ptr,
+    plan_ptr,
+    bits_ptr,
+    kept_bits_ptr,
+    word_start_ptr,
+    n_words,
+    n,
+    stride_hidden,
+    column,  # [BLOCK_N]
+    inside,  # [BLOCK_N]
+    super_block,
+    offs_d,  # [BLOCK_D]
+    base,
+    last,
+    D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """[BLOCK_N, BLOCK_D]: the columns' gradient from one super-block's tokens."""
+    dtype = extra_ptr.dtype.element_ty
+    STEPS: tl.constexpr = 128 // BLOCK_K
+    word = word_of(column)
+    bit = (column // 8) % 32
+    acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    for i in range(4 * STEPS):
+        row_block = super_block * 4 + i // STEPS
+        offs_k = (i % STEPS) * BLOCK_K + tl.arange(0, BLOCK_K)
+        at = row_block * n_words.to(tl.int64) + word
+        mask = inside & (row_block < last)
+        kept_bits = tl.load(kept_bits_ptr + at, mask=mask, other=0)
+        marked_bits = tl.load(bits_ptr + at, mask=mask, other=0)
+        pair = pair_of(marked_bits, tl.load(word_start_ptr + at, mask=mask, other=0), column) - base
+        kept = ((kept_bits >> bit) & 1) != 0
+        g_rows = arena_rows(storage_ptr, extra_ptr, plan_ptr, pair)
+        g = tl.load(g_rows[:, None] + offs_k[None, :], mask=kept[:, None], other=0.0)
+        rows = row_block * 128 + offs_k
+        hidden = hidden_ptr + rows.to(tl.int64)[:, None] * stride_hidden + offs_d[None, :]
+        if D % BLOCK_D == 0:
+            h = tl.load(hidden, mask=(rows < n)[:, None], other=0.0)
+        else:
+            h = tl.load(hidden, mask=(rows < n)[:, None] & (offs_d < D)[None, :], other=0.0)
+        acc = tl.dot(g, h.to(dtype), acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def packed_weight_grad_kernel(
+    hidden_ptr,  # [N, D]
+    storage_ptr,  # G
+    extra_ptr,  # G
+    unit_ptr,  # [] fp32 or None
+    plan_ptr,  # this round's row of the plan
+    bits_ptr,  # [row blocks, words]
+    kept_bits_ptr,  # [row blocks, words]
+    word_start_ptr,  # [row blocks, words]
+    union_ptr,  # [pairs of a round]
+    union_start_ptr,  # [super-blocks, slabs]
+    union_count_ptr,  # [super-blocks, slabs]
+    n_rows_ptr,  # [1] or None
+    out_ptr,  # [*, D] fp32
+    first_slab,
+    n_slabs_here,
+    out_first_column,  # column of out's row 0
+    n,
+    stride_hidden,
+    stride_out,
+    n_words,
+    n_slabs,
+    D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    ATOMIC: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Adds slabs [first_slab, first_slab + n_slabs_here) of a round's dC to out."""
+    first = tl.load(plan_ptr + PLAN_FIRST).to(tl.int32)
+    last = tl.load(plan_ptr + PLAN_LAST).to(tl.int32)
+    base = tl.load(plan_ptr + PLAN_BASE).to(tl.int32)
+    n_super = tl.cdiv(last - first, 4)
+    if n_rows_ptr is not None:
+        n = tl.minimum(n, tl.load(n_rows_ptr))
+    unit = 1.0
+    if unit_ptr is not None:
+        unit = tl.load(unit_ptr)
+    N_D: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    # With atomics a program takes one super-block at a time; without, all of them in order.
+    inner = 1
+    outer = n_super
+    if not ATOMIC:
+        inner = n_super
+        outer = tl.minimum(n_super, 1)
+    for item in range(tl.program_id(0), n_slabs_here * outer * N_D, PROGRAMS):
+        offs_d = item % N_D * BLOCK_D + tl.arange(0, BLOCK_D)
+        slab = first_slab + item // (N_D * outer)
+        for s in range(inner):
+            super_block = first // 4 + (item // N_D) % outer + s
+            n_columns = tl.load(union_count_ptr + super_block * n_slabs + slab)
+            start = tl.load(union_start_ptr + super_block * n_slabs + slab)
+            for t in range(0, n_columns, BLOCK_N):
+                offs_n = t + tl.arange(0, BLOCK_N)
+                inside = offs_n < n_columns
+                column = tl.load(union_ptr + start + offs_n, mask=inside, other=0)
+                acc = _column_products(
+                    hidden_ptr, storage_ptr, extra_ptr, plan_ptr, bits_ptr, kept_bits_ptr, word_start_ptr, n_words, n,
+                    stride_hidden, column, inside, super_block, offs_d, base, last, D, BLOCK_N, BLOCK_D, BLOCK_K,
+                    PRECISION,
+                )  # fmt: skip
+                if unit_ptr is not None:
+                    acc *= unit
+                out = out_ptr + (column - out_first_column).to(tl.int64)[:, None] * stride_out + offs_d[None, :]
+                mask = inside[:, None] & (offs_d < D)[None, :]
+                if ATOMIC:
+                    tl.atomic_add(out, acc, mask=mask, sem="relaxed")
+                else:
+                    tl.store(out, tl.load(out, mask=mask, other=0.0) + acc, mask=mask)
+            if not ATOMIC:
+                tl.debug_barrier()  # the next super-block's threads read what these wrote
+
+
+@triton.jit
+def round_slab_kernel(
+    sum_ptr,  # [columns, D] fp32: rounded into out, then cleared
+    dense_ptr,  # [1]
+    constant_hidden_ptr,  # [D] fp32 or None: adds column_weight (x) constant_hidden
+    column_weight_ptr,  # [V] fp32 or None
+    out_ptr,  # [V, D]
+    first_column,
+    n_columns,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    if tl.load(dense_ptr) != 0:
+        return
+    row = tl.program_id(0)
+    column = first_column + row
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = (offs < D) & (column < n_columns)
+    x = tl.load(sum_ptr + row.to(tl.int64) * D + offs, mask=mask, other=0.0)
+    tl.store(sum_ptr + row.to(tl.int64) * D + offs, tl.zeros((BLOCK,), tl.float32), mask=mask)
+    if constant_hidden_ptr is not None:
+        share = tl.load(constant_hidden_ptr + offs, mask=mask, other=0.0)
+        if column_weight_ptr is not None:
+            share *= tl.load(column_weight_ptr + column, mask=column < n_columns, other=0.0)
+        x += share
+    tl.store(out_ptr + column.to(tl.int64) * D + offs, x.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def packed_bias_grad_kernel(
+    storage_ptr,  # G
+    extra_ptr,  # G
+    unit_ptr,  # [] fp32 or None
+    plan_ptr,  # this round's row of the plan
+    bits_ptr,  # [row blocks, words]
+    kept_bits_ptr,  # [row blocks, words]
+    word_start_ptr,  # [row blocks, words]
+    union_ptr,  # [pairs of a round]
+    union_start_ptr,  # [super-blocks, slabs]
+    union_count_ptr,  # [super-blocks, slabs]
+    out_ptr,  # [V] fp32
+    n_words,
+    n_slabs,
+    BLOCK_N: tl.constexpr,
+):
+    """dbias[column] += sum of G over the round's tokens; one program owns a slab, so the order is fixed."""
+    slab = tl.program_id(0)
+    first = tl.load(plan_ptr + PLAN_FIRST).to(tl.int32)
+    last = tl.load(plan_ptr + PLAN_LAST).to(tl.int32)
+    base = tl.load(plan_ptr + PLAN_BASE).to(tl.int32)
+    offs_m = tl.arange(0, 128)
+    for super_block in range(first // 4, tl.cdiv(last, 4)):
+        n_columns = tl.load(union_count_ptr + super_block * n_slabs + slab)
+        start = tl.load(union_start_ptr + super_block * n_slabs + slab)
+        for t in range(0, n_columns, BLOCK_N):
+            offs_n = t + tl.arange(0, BLOCK_N)
+            inside = offs_n < n_columns
+            column = tl.load(union_ptr + start + offs_n, mask=inside, other=0)
+            total = tl.zeros((BLOCK_N,), tl.float32)
+            for row_block in range(super_block * 4, tl.minimum(super_block * 4 + 4, last)):
+                at = row_block * n_words.to(tl.int64) + word_of(column)
+                kept_bits = tl.load(kept_bits_ptr + at, mask=inside, other=0)
+                marked_bits = tl.load(bits_ptr + at, mask=inside, other=0)
+                pair = pair_of(marked_bits, tl.load(word_start_ptr + at, mask=inside, other=0), column) - base
+                kept = ((kept_bits >> ((column // 8) % 32)) & 1) != 0
+                g_rows = arena_rows(storage_ptr, extra_ptr, plan_ptr, pair)
+                g = tl.load(g_rows[:, None] + offs_m[None, :], mask=kept[:, None], other=0.0)
+                total += tl.sum(g.to(tl.float32), 1)
+            if unit_ptr is not None:
+                total *= tl.load(unit_ptr)
+            old = tl.load(out_ptr + column, mask=inside, other=0.0)
+            tl.store(out_ptr + column, old + total, mask=inside)
+        tl.debug_barrier()  # the next super-block's threads read what these wrote
