@@ -331,16 +331,22 @@ class _Rows:
         return cls(order, counts.sum(dtype=torch.int32)[None], n)
 
     def take(self, rows: Tensor) -> Tensor:
-        return rows if self.index is None else rows.index_select(0, self.index)
+        """The rows that count, in front; behind them zeros, which no product turns into NaN."""
+        if self.index is None:
+            return rows
+        return self._clear_late(rows.index_select(0, self.index))
 
     def spread(self, rows: Tensor) -> Tensor:
         """The inverse of `take`; tokens that do not count get 0."""
         if self.index is None:
             return rows
-        if self.count is not None:
-            late = torch.arange(self.n, device=rows.device) >= self.count
-            rows = rows.masked_fill(late.view(-1, *(1,) * (rows.dim() - 1)), 0)
-        return rows.new_zeros(self.n, *rows.shape[1:]).index_copy(0, self.index, rows)
+        return rows.new_zeros(self.n, *rows.shape[1:]).index_copy_(0, self.index, self._clear_late(rows))
+
+    def _clear_late(self, rows: Tensor) -> Tensor:
+        if self.count is None:
+            return rows
+        late = torch.arange(self.n, device=rows.device) >= self.count
+        return rows.masked_fill_(late.view(-1, *(1,) * (rows.dim() - 1)), 0)
 
 
 def _backend(tensor: Tensor):

@@ -1,0 +1,286 @@
+"""Maximum and sum of exponentials of every token's logits over this shard, at the cost of the matrix product.
+
+One program walks a part of the vocabulary (a split) for one row block of 128 tokens. Its tiles of logits live in
+registers; the running maximum m and sum s of a token are updated per tile,
+
+    m' = max(m, max x)        s' = s * 2^(m - m') + sum 2^(x - m')
+
+in base-2 units, since exp2 is one instruction. Each program writes its statistics once, [splits, N], and a second,
+small kernel merges the splits. There are no atomics and no locks: results are bitwise repeatable.
+
+- Programs of the same split and different row blocks have neighbouring numbers, run together, and so read the same
+  tiles of the weight from L2.
+- m starts at -inf, and a difference with a maximum of -inf is taken with 0 instead: rows whose logits are all -inf
+  (an empty shard, masked ids) end with s = 0 and no NaN.
+- Row blocks behind the `n_rows` that count return at once; how many that is, only the device knows.
+- The tile loop is flattened into the loop over D (`flatten`), so the loads of the next tile are under way while the
+  exponentials of this one are computed.
+
+Optional results cost a pass over the tile's registers each: sum of 2^(x - m) * x for the entropy, the first column
+of the maximum, the weighted sum of logits, marks for the sampled backward.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .coin import COIN_BLOCKS, coin_thresholds
+from .launch_table import choose_splits, launch_parameters
+from .marks import mark_reference, mark_targets, marks_shape, store_marks
+from .problem import Head, LocalStats, Marks, Sampling
+from .target_logit import target_logits
+from .tiles import (
+    LN2,
+    LOG2E,
+    ROW_BLOCK,
+    TL_DTYPE,
+    Source,
+    Tile,
+    compute_dtype,
+    count_rows,
+    load_scale,
+    load_tile,
+    logits_of,
+    multiprocessors,
+    scale_tensor,
+)
+
+
+@triton.jit
+def forward_kernel(
+    hidden,  # [N, D] descriptor or pointer
+    weight,  # [V, D] descriptor or pointer
+    bias_ptr,  # [V] or None
+    scale_ptr,  # [] fp32 or None
+    column_weight_ptr,  # [V] or None
+    n_rows_ptr,  # [1] int32 or None
+    max_ptr,  # [splits, N] out, base 2
+    sum_ptr,  # [splits, N] out
+    expected_ptr,  # [splits, N] out, base 2, or None
+    argmax_ptr,  # [splits, N] int32 out or None
+    logit_sum_ptr,  # [splits, N] out or None
+    lower_bound_ptr,  # [N] natural-log, or None without marks
+    threshold_ptr,  # [coin groups, V]
+    bits_ptr,  # [row blocks, words]
+    n,
+    n_columns,
+    stride_hidden_row,
+    stride_hidden_col,
+    stride_weight_row,
+    stride_weight_col,
+    softcap,
+    n_blocks,
+    tiles_per_split,
+    n_words,
+    D: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    LOGIT_SUM: tl.constexpr,
+    COIN_BLOCKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TMA_HIDDEN: tl.constexpr,
+    TMA_WEIGHT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    row_block = tl.program_id(0) % n_blocks
+    split = tl.program_id(0) // n_blocks
+    n_counting = count_rows(n, n_rows_ptr)
+    if row_block * BLOCK_M >= n_counting:
+        return
+    scale = load_scale(scale_ptr)
+    rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    counts = rows < n_counting
+    m = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    s = tl.zeros((BLOCK_M,), tl.float32)
+    expected = tl.zeros((BLOCK_M,), tl.float32)
+    argmax = tl.zeros((BLOCK_M,), tl.int32)
+    logit_sum = tl.zeros((BLOCK_M,), tl.float32)
+    if lower_bound_ptr is not None:
+        lower_bound = tl.load(lower_bound_ptr + rows, mask=counts, other=float("inf")) * LOG2E
+    first_tile = split * tiles_per_split
+    last_tile = tl.minimum(first_tile + tiles_per_split, tl.cdiv(n_columns, BLOCK_N))
+    for tile in tl.range(first_tile, last_tile, flatten=True):
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in tl.range(0, D, BLOCK_K):
+            h = load_tile(
+                hidden, row_block * BLOCK_M, k, n, D, stride_hidden_row, stride_hidden_col, BLOCK_M, BLOCK_K, TMA_HIDDEN
+            )
+            w = load_tile(
+                weight, tile * BLOCK_N, k, n_columns, D, stride_weight_row, stride_weight_col, BLOCK_N, BLOCK_K, TMA_WEIGHT
+            )  # fmt: skip
+            acc = tl.dot(h.to(DTYPE), w.to(DTYPE).T, acc, input_precision=PRECISION)
+        columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = columns < n_columns
+        bias = None
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+        x = logits_of(acc, bias, scale, softcap, HAS_SOFTCAP)
+        if LOGIT_SUM:
+            share = inside.to(tl.float32)
+            if column_weight_ptr is not None:
+                share = tl.load(column_weight_ptr + columns, mask=inside, other=0.0)
+            logit_sum += tl.sum(x * share[None, :], 1)
+        x = tl.where(inside[None, :], x * LOG2E, -float("inf"))
+        peak = tl.max(x, 1)
+        if argmax_ptr is not None:
+            first = tl.min(tl.where(x == peak[:, None], columns[None, :], n_columns), 1)
+            argmax = tl.where(peak > m, first, argmax)
+        m_new = tl.maximum(m, peak)
+        shift = tl.where(m_new == -float("inf"), 0.0, m_new)
+        e = tl.exp2(x - shift[:, None])
+        rescale = tl.exp2(m - shift)
+        s = s * rescale + tl.sum(e, 1)
+        if expected_ptr is not None:
+            expected = expected * rescale + tl.sum(tl.where(e > 0.0, e * x, 0.0), 1)
+        m = m_new
+        if lower_bound_ptr is not None:
+            reference = mark_reference(lower_bound, m, s)
+            reference = tl.where(counts, reference, float("inf"))
+            group = (row_block // COIN_BLOCKS).to(tl.int64)
+            threshold = tl.load(threshold_ptr + group * n_columns + columns, mask=inside, other=float("inf"))
+            store_marks(bits_ptr, n_words, row_block, tile, x, reference, threshold, BLOCK_M, BLOCK_N)
+    out = split.to(tl.int64) * n + rows
+    tl.store(max_ptr + out, m, mask=counts)
+    tl.store(sum_ptr + out, s, mask=counts)
+    if expected_ptr is not None:
+        tl.store(expected_ptr + out, expected, mask=counts)
+    if argmax_ptr is not None:
+        tl.store(argmax_ptr + out, argmax, mask=counts)
+    if LOGIT_SUM:
+        tl.store(logit_sum_ptr + out, logit_sum, mask=counts)
+
+
+@triton.jit
+def merge_splits_kernel(
+    max_ptr,  # [splits, N] base 2
+    sum_ptr,
+    expected_ptr,  # or None
+    argmax_ptr,  # or None
+    logit_sum_ptr,  # or None
+    out_max_ptr,  # [N] natural log
+    out_sum_ptr,
+    out_expected_ptr,
+    out_argmax_ptr,
+    out_logit_sum_ptr,
+    n_rows_ptr,  # [1] int32 or None
+    n,
+    splits,
+    BLOCK: tl.constexpr,
+):
+    """Merges the splits in order; rows that do not count get the statistics of an empty shard."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    counts = rows < count_rows(n, n_rows_ptr)
+    m = tl.full((BLOCK,), -float("inf"), tl.float32)
+    s = tl.zeros((BLOCK,), tl.float32)
+    expected = tl.zeros((BLOCK,), tl.float32)
+    argmax = tl.zeros((BLOCK,), tl.int32)
+    logit_sum = tl.zeros((BLOCK,), tl.float32)
+    at = rows.to(tl.int64)
+    for _ in range(splits):
+        m_part = tl.load(max_ptr + at, mask=counts, other=-float("inf"))
+        m_new = tl.maximum(m, m_part)
+        shift = tl.where(m_new == -float("inf"), 0.0, m_new)
+        rescale, rescale_part = tl.exp2(m - shift), tl.exp2(m_part - shift)
+        s = s * rescale + tl.load(sum_ptr + at, mask=counts, other=0.0) * rescale_part
+        if expected_ptr is not None:
+            part = tl.load(expected_ptr + at, mask=counts, other=0.0)
+            expected = expected * rescale + part * rescale_part
+        if argmax_ptr is not None:
+            argmax = tl.where(m_part > m, tl.load(argmax_ptr + at, mask=counts, other=0), argmax)
+        if logit_sum_ptr is not None:
+            logit_sum += tl.load(logit_sum_ptr + at, mask=counts, other=0.0)
+        m = m_new
+        at += n
+    stored = rows < n
+    tl.store(out_max_ptr + rows, m * LN2, mask=stored)
+    tl.store(out_sum_ptr + rows, s, mask=stored)
+    if expected_ptr is not None:
+        tl.store(out_expected_ptr + rows, expected * LN2, mask=stored)
+    if argmax_ptr is not None:
+        tl.store(out_argmax_ptr + rows, argmax.to(tl.int64), mask=stored)
+    if logit_sum_ptr is not None:
+        tl.store(out_logit_sum_ptr + rows, logit_sum, mask=stored)
+
+
+def forward_stats(
+    hidden: Tensor,  # [N, D]
+    head: Head,
+    target: Tensor,  # [N] int64, local rows, -1 for elsewhere
+    *,
+    n_rows: Tensor | None,
+    entropy: bool,
+    argmax: bool,
+    logit_sum: bool,
+    sampling: Sampling | None,
+    tile: Tile | None = None,
+    splits: int | None = None,
+) -> LocalStats:
+    """`LocalStats` of this shard; `tile` and `splits` override the launch table."""
+    n, d = hidden.shape
+    n_columns = head.weight.shape[0]
+    device = hidden.device
+
+    def per_row(dtype=torch.float32, wanted=True, rows: tuple[int, ...] = ()):
+        return torch.empty(*rows, n, dtype=dtype, device=device) if wanted else None
+
+    if n == 0 or n_columns == 0:
+        stats = LocalStats(
+            torch.full((n,), -torch.inf, device=device),
+            torch.zeros(n, device=device),
+            torch.zeros(n, device=device),
+            torch.zeros(n, device=device) if entropy else None,
+            torch.zeros(n, dtype=torch.int64, device=device) if argmax else None,
+            torch.zeros(n, device=device) if logit_sum else None,
+        )
+        if sampling is None:
+            return stats
+        bits = torch.zeros(marks_shape(n, n_columns), dtype=torch.int32, device=device)
+        return LocalStats(*list(vars(stats).values())[:-1], Marks(bits, sampling.seed))
+
+    dtype = compute_dtype(hidden, head)
+    tile = tile or launch_parameters("forward", device, dtype)
+    n_blocks = triton.cdiv(n, tile.block_m)
+    n_tiles = triton.cdiv(n_columns, tile.block_n)
+    splits = splits or choose_splits(n_blocks, n_tiles, multiprocessors(device))
+    tiles_per_split = triton.cdiv(n_tiles, splits)
+    splits = triton.cdiv(n_tiles, tiles_per_split)
+    part_max, part_sum = per_row(rows=(splits,)), per_row(rows=(splits,))
+    part_expected = per_row(wanted=entropy, rows=(splits,))
+    part_argmax = per_row(torch.int32, argmax, (splits,))
+    part_logit_sum = per_row(wanted=logit_sum, rows=(splits,))
+    bits = thresholds = None
+    n_words = 0
+    if sampling is not None:
+        bits = torch.empty(marks_shape(n, n_columns), dtype=torch.int32, device=device)
+        n_words = bits.shape[1]
+        thresholds = coin_thresholds(sampling.seed, sampling.eps, n, head.start, n_columns)
+    h = Source(hidden, tile.block_m, tile.block_k)
+    w = Source(head.weight, tile.block_n, tile.block_k)
+    forward_kernel[(n_blocks * splits,)](
+        h.source, w.source, head.bias, scale_tensor(head), head.column_weight, n_rows,
+        part_max, part_sum, part_expected, part_argmax, part_logit_sum,
+        None if sampling is None else sampling.lower_bound, thresholds, bits,
+        n, n_columns, h.stride_row, h.stride_col, w.stride_row, w.stride_col, head.softcap or 1.0,
+        n_blocks, tiles_per_split, n_words,
+        D=d, HAS_SOFTCAP=head.softcap is not None, LOGIT_SUM=logit_sum, COIN_BLOCKS=COIN_BLOCKS,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        TMA_HIDDEN=h.tma, TMA_WEIGHT=w.tma, DTYPE=TL_DTYPE[dtype], PRECISION="ieee",
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    out_max, out_sum = per_row(), per_row()
+    out_expected, out_logit_sum = per_row(wanted=entropy), per_row(wanted=logit_sum)
+    out_argmax = per_row(torch.int64, argmax)
+    merge_splits_kernel[(triton.cdiv(n, ROW_BLOCK),)](
+        part_max, part_sum, part_expected, part_argmax, part_logit_sum,
+        out_max, out_sum, out_expected, out_argmax, out_logit_sum, n_rows, n, splits,
+        BLOCK=ROW_BLOCK, num_warps=4,
+    )  # fmt: skip
+    if sampling is not None:
+        mark_targets(bits, target, n_rows)
+    marks = None if sampling is None else Marks(bits, sampling.seed)
+    return LocalStats(
+        out_max, out_sum, target_logits(hidden, head, target), out_expected, out_argmax, out_logit_sum, marks
+    )

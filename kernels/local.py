@@ -1,0 +1,146 @@
+"""One rank's share of the loss on a GPU: the same functions as `vpcce.reference`, made of the kernels of this folder.
+
+    local_stats       forward -> merge of splits -> target logits (-> marks)
+    hot_set_stats     a lower bound for the marks
+    local_backward    dense for gradients whose policy is exact, packed for the others
+
+Each gradient has its own policy. Where both have the same they share the recomputed logits; otherwise dE is computed
+first, so that its collective can start, and dC after it.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .backward_dense import dense_backward
+from .backward_packed import packed_backward
+from .forward import forward_stats
+from .hot_set import hot_set_stats
+from .marks import marks_shape
+from .problem import Head, HiddenGradReady, LocalStats, Marks, Policy, RowGradients, Sampling
+
+__all__ = ["hot_set_stats", "local_backward", "local_stats", "marks_shape"]
+
+FALLBACK_ROWS = 2048  # tokens whose dE the dense fallback of the packed backward sums at a time
+
+
+def local_stats(
+    hidden: Tensor,  # [N, D]
+    head: Head,
+    target: Tensor,  # [N] int64, local rows, -1 for elsewhere
+    *,
+    n_rows: Tensor | None = None,
+    entropy: bool = False,
+    argmax: bool = False,
+    logit_sum: bool = False,
+    sampling: Sampling | None = None,
+) -> LocalStats:
+    """max, sum of exp, target logit and what else is asked for, over this shard."""
+    with torch.cuda.device_of(hidden):
+        return forward_stats(
+            hidden, head, target, n_rows=n_rows, entropy=entropy, argmax=argmax, logit_sum=logit_sum, sampling=sampling
+        )
+
+
+def local_backward(
+    hidden: Tensor,  # [N, D]
+    head: Head,
+    target: Tensor,  # [N] int64, local rows, -1 for elsewhere
+    lse: Tensor,  # [N], over the whole vocabulary
+    rows: RowGradients,
+    *,
+    n_rows: Tensor | None = None,
+    hidden_policy: Policy | None = None,
+    weight_policy: Policy | None = None,
+    bias_grad: bool = False,
+    marks: Marks | None = None,
+    main_grad: Tensor | None = None,
+    hidden_grad_dtype: torch.dtype,
+    hidden_grad_ready: HiddenGradReady,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dE (handed to `hidden_grad_ready` too), dC or None when main_grad took it, dbias. None policy: not wanted."""
+    if hidden.stride(-1) != 1:
+        hidden = hidden.contiguous()
+    if head.weight.stride(-1) != 1:
+        head = replace(head, weight=head.weight.contiguous())
+    bias_policy = weight_policy or hidden_policy
+    results: dict[str, Tensor | None] = {"hidden": None, "weight": None, "bias": None}
+    with torch.cuda.device_of(hidden):
+        for policy in dict.fromkeys(p for p in (hidden_policy, weight_policy) if p is not None):
+            results.update(
+                _backward(
+                    policy, hidden, head, target, lse, rows, n_rows=n_rows, marks=marks,
+                    hidden_grad=policy == hidden_policy, weight_grad=policy == weight_policy,
+                    bias_grad=bias_grad and policy == bias_policy, main_grad=main_grad,
+                    hidden_grad_dtype=hidden_grad_dtype, hidden_grad_ready=hidden_grad_ready,
+                )  # fmt: skip
+            )
+    return results["hidden"], results["weight"], results["bias"]
+
+
+def _backward(
+    policy, hidden, head, target, lse, rows, *, n_rows, marks, hidden_grad, weight_grad, bias_grad, main_grad,
+    hidden_grad_dtype, hidden_grad_ready,
+) -> dict[str, Tensor | None]:  # fmt: skip
+    """The wanted ones of "hidden", "weight" (None when main_grad took it) and "bias" under one policy."""
+    # With a softcap, label smoothing's constant is no longer the same for all columns, and never sparse.
+    smoothed = rows.constant is not None and head.softcap is not None
+    if policy.kind == "exact" or smoothed:
+        made = _exact(hidden, head, target, lse, rows, n_rows, hidden_grad, weight_grad, bias_grad, main_grad,
+                      hidden_grad_dtype, hidden_grad_ready)  # fmt: skip
+    else:
+        made = packed_backward(
+            hidden, head, target, lse, rows, n_rows=n_rows, policy=policy, marks=marks, hidden_grad=hidden_grad,
+            weight_grad=weight_grad, bias_grad=bias_grad, main_grad=main_grad, hidden_grad_dtype=hidden_grad_dtype,
+            hidden_grad_ready=hidden_grad_ready,
+            dense_backward=_fallback(hidden, head, target, lse, rows, n_rows, main_grad is not None),
+        )  # fmt: skip
+    wanted = {"hidden": hidden_grad, "weight": weight_grad, "bias": bias_grad}
+    return {name: value for (name, is_wanted), value in zip(wanted.items(), made, strict=True) if is_wanted}
+
+
+def _exact(hidden, head, target, lse, rows, n_rows, hidden_grad, weight_grad, bias_grad, main_grad, hidden_grad_dtype,
+           hidden_grad_ready):  # fmt: skip
+    device = hidden.device
+    # Rows that do not count are never written.
+    d_hidden = torch.zeros(hidden.shape, dtype=hidden_grad_dtype, device=device) if hidden_grad else None
+    d_weight = None
+    if weight_grad and main_grad is None:
+        make = torch.empty if hidden.shape[0] else torch.zeros
+        d_weight = make(head.weight.shape, dtype=head.weight.dtype, device=device)
+    d_bias = torch.zeros(head.weight.shape[0], device=device) if bias_grad else None
+    dense_backward(
+        hidden, head, target, lse, rows, n_rows=n_rows, hidden_grad=d_hidden,
+        weight_grad=main_grad if weight_grad and main_grad is not None else d_weight, accumulate=main_grad is not None,
+        bias_grad=d_bias, hidden_grad_ready=hidden_grad_ready,
+    )  # fmt: skip
+    return d_hidden, d_weight, d_bias
+
+
+def _fallback(hidden, head, target, lse, rows, n_rows, accumulate: bool):
+    """The dense backward as the packed one starts it: always launched, idle unless the device says otherwise.
+
+    dE is summed for FALLBACK_ROWS tokens at a time, apart from dC: that recomputes the logits twice, but the sums
+    take no fp32 memory of dE's size, which the packed backward would otherwise have to set aside in every step.
+    """
+
+    def run(dense: Tensor, d_hidden: Tensor | None, d_weight: Tensor | None, d_bias: Tensor | None) -> None:
+        for start in range(0, hidden.shape[0] if d_hidden is not None else 0, FALLBACK_ROWS):
+            part = slice(start, start + FALLBACK_ROWS)
+            count = None if n_rows is None else (n_rows - start).clamp(min=0)
+            some = RowGradients(*(None if g is None else g[part] for g in vars(rows).values()))
+            dense_backward(
+                hidden[part], head, target[part], lse[part], some, n_rows=count, hidden_grad=d_hidden[part],
+                weight_grad=None, accumulate=False, bias_grad=None, hidden_grad_ready=_nobody, predicate=dense,
+            )  # fmt: skip
+        dense_backward(
+            hidden, head, target, lse, rows, n_rows=n_rows, hidden_grad=None, weight_grad=d_weight,
+            accumulate=accumulate, bias_grad=d_bias, hidden_grad_ready=_nobody, predicate=dense,
+        )  # fmt: skip
+
+    return run
+
+
+def _nobody(part: Tensor) -> None:
+    """The packed backward announces dE itself."""

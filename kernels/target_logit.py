@@ -1,0 +1,67 @@
+"""The logit of chosen columns: one row of the weight per (token, column), gathered and dotted with the token's hidden.
+
+Cut Cross-Entropy's algorithm 1. The forward could pick the target's logit out of its tiles, at the price of a
+compare per element; gathering reads N * D numbers of the weight once, 0.1% of the product. Both sides of the
+subtraction lse - target_logit are fp32 sums, in different orders: the caller clamps.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .problem import Head
+from .tiles import load_scale, logits_of, scale_tensor
+
+
+@triton.jit
+def target_logit_kernel(
+    hidden_ptr,  # [N, D]
+    weight_ptr,  # [V, D]
+    bias_ptr,  # [V] or None
+    scale_ptr,  # [] fp32 or None
+    target_ptr,  # [N * K] int64, -1 for none
+    out_ptr,  # [N * K] out
+    n_pairs,
+    per_token,  # K
+    stride_hidden_row,
+    stride_hidden_col,
+    stride_weight_row,
+    stride_weight_col,
+    softcap,
+    D: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    pairs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    target = tl.load(target_ptr + pairs, mask=pairs < n_pairs, other=-1)
+    exists = target >= 0
+    row = tl.where(exists, target, 0)
+    hidden = hidden_ptr + (pairs // per_token).to(tl.int64)[:, None] * stride_hidden_row
+    weight = weight_ptr + row[:, None] * stride_weight_row
+    acc = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+    for d in range(0, D, BLOCK_D):
+        offs_d = d + tl.arange(0, BLOCK_D)
+        mask = exists[:, None] & (offs_d < D)[None, :]
+        h = tl.load(hidden + offs_d.to(tl.int64)[None, :] * stride_hidden_col, mask=mask, other=0.0)
+        w = tl.load(weight + offs_d.to(tl.int64)[None, :] * stride_weight_col, mask=mask, other=0.0)
+        acc += h.to(tl.float32) * w.to(tl.float32)
+    bias = None
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + row, mask=exists, other=0.0).to(tl.float32)
+    x = logits_of(tl.sum(acc, 1), bias, load_scale(scale_ptr), softcap, HAS_SOFTCAP)
+    tl.store(out_ptr + pairs, tl.where(exists, x, 0.0), mask=pairs < n_pairs)
+
+
+def target_logits(hidden: Tensor, head: Head, target: Tensor) -> Tensor:
+    """fp32 logits of `target` ([N], or [N, K]: K columns per token), local rows; 0 where it is -1."""
+    out = torch.zeros(target.shape, dtype=torch.float32, device=hidden.device)
+    if out.numel() == 0 or head.weight.shape[0] == 0:
+        return out
+    target_logit_kernel[(triton.cdiv(out.numel(), 4),)](
+        hidden, head.weight, head.bias, scale_tensor(head), target.contiguous(), out, out.numel(),
+        target.shape[1] if target.dim() > 1 else 1, *hidden.stride(), *head.weight.stride(), head.softcap or 1.0,
+        D=hidden.shape[1], HAS_SOFTCAP=head.softcap is not None, BLOCK=4, BLOCK_D=512, num_warps=4,
+    )  # fmt: skip
+    return out

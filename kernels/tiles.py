@@ -1,0 +1,147 @@
+"""What all kernels share: loading a tile, and the steps from a product to a logit.
+
+A logit goes through the same steps everywhere, in this order, each of which costs nothing when it is off:
+
+    z = scale * (product + bias)        x = softcap * tanh(z / softcap)        x = -inf beyond the vocabulary
+
+Masking comes last: a softcap would turn -inf into -softcap and padding lanes into probability.
+
+Tiles come through TMA descriptors where the hardware has them and the layout allows (rows contiguous, address and
+row stride multiples of 16 bytes), through masked loads at int64 addresses otherwise. Both give 0 beyond the edges.
+Only grid axis 0 is used: the others end at 65535.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .problem import Head, RowGradients
+
+ROW_BLOCK = 128
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def load_tile(
+    source,  # TMA descriptor, or pointer
+    row,
+    col,
+    n_rows,
+    n_cols,
+    stride_row,
+    stride_col,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """source[row : row + ROWS, col : col + COLS], 0 beyond [n_rows, n_cols]."""
+    if TMA:
+        return source.load([row, col])
+    offs_row = row + tl.arange(0, ROWS)
+    offs_col = col + tl.arange(0, COLS)
+    at = offs_row.to(tl.int64)[:, None] * stride_row + offs_col.to(tl.int64)[None, :] * stride_col
+    return tl.load(source + at, mask=(offs_row < n_rows)[:, None] & (offs_col < n_cols)[None, :], other=0.0)
+
+
+@triton.jit
+def logits_of(product, bias, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Natural-log logits of a tile of products; `bias` broadcasts over rows; it and `scale` may be None."""
+    x = product
+    if bias is not None:
+        x += bias
+    if scale is not None:
+        x = x * scale
+    if HAS_SOFTCAP:
+        x = softcap * (2.0 * tl.sigmoid(2.0 * x / softcap) - 1.0)
+    return x
+
+
+@triton.jit
+def load_scale(scale_ptr):
+    """The scale of the logits, or None."""
+    if scale_ptr is None:
+        return None
+    return tl.load(scale_ptr).to(tl.float32)
+
+
+@triton.jit
+def count_rows(n, n_rows_ptr):
+    """How many leading rows count: n, or fewer as the device says."""
+    if n_rows_ptr is not None:
+        n = tl.minimum(n, tl.load(n_rows_ptr))
+    return n
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Launch parameters of one matrix-product kernel: [BLOCK_M, BLOCK_K] @ [BLOCK_K, BLOCK_N] a step."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+class Source:
+    """A matrix as kernels take it: descriptor or pointer, with its strides."""
+
+    def __init__(self, matrix: Tensor, rows: int, cols: int):
+        self.tma = has_tma(matrix.device) and fits_tma(matrix)
+        self.stride_row, self.stride_col = matrix.stride()
+        self.source = TensorDescriptor.from_tensor(matrix, [rows, cols]) if self.tma else matrix
+
+
+def has_tma(device: torch.device) -> bool:
+    if triton.knobs.runtime.interpret:
+        return True
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def fits_tma(matrix: Tensor) -> bool:
+    size = matrix.element_size()
+    return (
+        matrix.stride(1) == 1
+        and matrix.data_ptr() % 16 == 0
+        and matrix.stride(0) * size % 16 == 0
+        and matrix.stride(0) >= matrix.shape[1]
+        and min(matrix.shape) > 0
+    )
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many programs of one per multiprocessor run side by side."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def scale_tensor(head: Head) -> Tensor | None:
+    """0-dim fp32 on the device, so that one kernel serves fixed and learned scales; None for 1."""
+    if isinstance(head.scale, Tensor):
+        return head.scale
+    if head.scale == 1.0:
+        return None
+    return torch.full((), head.scale, dtype=torch.float32, device=head.weight.device)
+
+
+def compute_dtype(hidden: Tensor, head: Head) -> torch.dtype:
+    """What operands are converted to before a product, tile by tile."""
+    return torch.promote_types(hidden.dtype, head.weight.dtype)
+
+
+TL_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+def gradient_unit(rows: RowGradients, dtype: torch.dtype) -> Tensor | None:
+    """0-dim fp32: what G is stored in multiples of, so that fp16 does not underflow; None for other dtypes.
+
+    The mean over 8192 tokens multiplies gradients with 1e-4, and fp16 ends at 6e-8.
+    """
+    if dtype != torch.float16:
+        return None
+    given = [part for part in (rows.softmax, rows.target, rows.softmax_logit, rows.constant) if part is not None]
+    return torch.stack([part.abs().amax() for part in given]).amax().clamp(min=1e-30)
