@@ -328,3 +328,12 @@ def context_parallel_part(arguments: dict[str, Tensor], cp: int) -> dict[str, Te
     index = torch.cat([pieces[rank], pieces[2 * cp - 1 - rank]])
     part = {key: value[:, index] for key, value in arguments.items() if key != "attention_mask"}
     return part | dict(attention_mask=arguments["attention_mask"][..., index, :][..., index])
+
+
+def inference_mode():
+    """0.19 says explicitly that it infers; before, a context and eval mode said so."""
+    try:
+        from megatron.core.inference.utils import InferenceMode
+    except ImportError:
+        return contextlib.nullcontext()
+    return InferenceMode.active()

@@ -291,3 +291,46 @@ def _compiled(rank: int):
 
 def test_torch_compile():
     run_ranks(2, _compiled)
+
+
+def _postprocess_alone(rank: int):
+    """The schedule plan of overlapped expert parallelism calls `_postprocess` and never `forward`."""
+    models.start(2)
+    native, ours = _pair(models.config(2, sequence_parallel=True))
+    arguments = models.batch()
+    hidden = _hidden_states(native, arguments)
+    losses = []
+    for model in (native, ours):
+        with models.counted_real_logits() as real:
+            loss = model._postprocess(
+                hidden, arguments["input_ids"], arguments["position_ids"], arguments["labels"], None, None, None,
+                loss_mask=arguments["loss_mask"],
+            )  # fmt: skip
+        assert len(real) == (model is native)
+        losses.append(loss * arguments["loss_mask"])
+    torch.testing.assert_close(losses[1], losses[0], rtol=2e-6, atol=2e-6)
+
+
+def test_postprocess_called_on_its_own():
+    run_ranks(2, _postprocess_alone)
+
+
+def _inference(rank: int):
+    """Static batching: the model slices the last token off before the layer, and gathers the vocabulary."""
+    from megatron.core.inference.contexts import StaticInferenceContext
+
+    models.start(2)
+    native, ours = _pair(models.config(2))
+    arguments = {key: value for key, value in models.batch().items() if key not in ("labels", "loss_mask")}
+    results = []
+    for model in (native, ours):
+        model.eval()
+        context = StaticInferenceContext(models.BATCH, models.SEQ)
+        with torch.no_grad(), models.inference_mode():
+            results.append(model(**arguments, inference_context=context, runtime_gather_output=True))
+    assert type(results[1]) is torch.Tensor and results[1].shape == (models.BATCH, 1, models.VOCAB)
+    assert torch.equal(results[1], results[0])  # bitwise: Megatron's own code
+
+
+def test_inference_with_last_token_slicing():
+    run_ranks(2, _inference)

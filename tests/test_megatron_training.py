@@ -151,6 +151,33 @@ def test_context_parallel():
     run_ranks(4, _compare, 2, dict(context_parallel_size=2), dict(sequence_parallel=True), False, {}, None)
 
 
+def _gathered_parameters(rank: int, tied: bool):
+    """overlap_param_gather: parameters arrive while modules are called, the head's in the layer's own pre-hook."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    models.start(1)
+    cfg, settings = models.config(), dict(use_distributed_optimizer=True, overlap_grad_reduce=True)
+    config = DistributedDataParallelConfig(**settings, overlap_param_gather=True)
+    expected = models.step(models.gpt(cfg, tied=tied), models.batch())[0]
+    for options in (EXACT, FUSED):
+        model = megatron.install(models.gpt(cfg, tied=tied), **options)
+        ddp = DistributedDataParallel(cfg, config, model)
+        for buffer in ddp.buffers:
+            mine = buffer.param_data.chunk(2)[rank].clone()
+            buffer.param_data.fill_(torch.nan)  # what the optimiser of another rank has just updated
+            buffer.param_data.chunk(2)[rank].copy_(mine)
+        loss = ddp(**models.batch()) * models.batch()["loss_mask"]
+        torch.testing.assert_close(loss, expected, rtol=2e-6, atol=2e-6)
+        loss.sum().backward()
+        ddp.finish_grad_sync()
+        assert all(buffer.grad_data.isfinite().all() for buffer in ddp.buffers)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_parameter_gather_overlap(tied):
+    run_ranks(2, _gathered_parameters, tied)
+
+
 def _masked_rank(rank: int):
     """All tokens of one context parallel rank are padding: zeros, no NaN, and no other rank waits for it."""
     models.start(1, context_parallel_size=2)
