@@ -75,11 +75,9 @@ class Trainer:
         model = gpt.make_model(settings, on_cpu).to(self.device)
         self.head_memory = report.HeadMemory(model.output_layer)
         self.model, self.optimizer, self.schedule = gpt.wrap(model, settings)
+        self.state = checkpoint.State(model, self.optimizer, self.schedule, Path("runs") / run.name / "checkpoints")
         self.folder = Path("runs") / run.name
         self.seconds: list[float] = []
-
-    def state(self) -> checkpoint.State:
-        return checkpoint.State(self.model, self.optimizer, self.schedule, self.folder / "checkpoints")
 
     def batches(self, dataset: Any, first: int) -> Iterator[dict[str, torch.Tensor]]:
         """Micro-batches of this replica; `first` counts the micro-batches that all replicas have used before."""
@@ -180,7 +178,7 @@ class Trainer:
                 if self.step == last or (run.validate_every and self.step % run.validate_every == 0):
                     write(self.validate())
                 if self.step == last or (run.save_every and self.step % run.save_every == 0):
-                    self.state().save(self.step)
+                    self.state.save(self.step)
         bar.close()
         self.finish(is_writer)
 
@@ -225,7 +223,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of run.name")
     options = parser.parse_intermixed_args(arguments)
-    warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
+    warnings.filterwarnings("ignore")  # Megatron's, about optional packages and its own deprecations
     logging.getLogger("megatron").setLevel(logging.ERROR)
 
     rank, trainer = int(os.environ.get("RANK", "0")), None
@@ -234,7 +232,7 @@ def main(arguments: list[str]) -> None:
         on_cpu = start(settings)
         trainer = Trainer(settings, on_cpu)
         if options.resume:
-            trainer.step = trainer.state().load()
+            trainer.step = trainer.state.load()
         elif rank == 0:
             trainer.folder.mkdir(parents=True, exist_ok=True)
             (trainer.folder / "metrics.jsonl").write_text("")
@@ -246,8 +244,9 @@ def main(arguments: list[str]) -> None:
             where = f" at step {trainer.step + 1}"
             print(f"pretrain_gpt: rank {rank} failed{where}: {type(error).__name__}: {error}", file=sys.stderr)
         elif isinstance(error, ValueError):  # every rank found the same mistake in the settings
-            if rank == 0:
-                print(f"pretrain_gpt: {error}", file=sys.stderr)
+            if rank:
+                time.sleep(5)  # the first to leave makes torchrun end the others: let rank 0 speak
+            print(f"pretrain_gpt: {error}", file=sys.stderr)
         else:
             traceback.print_exc()
             print(f"pretrain_gpt: rank {rank} failed to start: {error}", file=sys.stderr)

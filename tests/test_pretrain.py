@@ -1,0 +1,160 @@
+"""launch/pretrain_gpt.py as a user starts it: torchrun, a small head, text from a folder, two ranks on CPU."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+LAUNCH = Path(__file__).parents[1] / "launch"
+sys.path.insert(0, str(LAUNCH))
+
+SMALL = """
+model: {vocab_size: 258, hidden_size: 32, ffn_hidden_size: 64, num_layers: 1, num_attention_heads: 2,
+        sequence_length: 16, tied: true}
+data: {source: text, tokenizer: bytes, validation_percent: 30}
+run: {name: small, steps: 6, micro_batch: 2, global_batch: 4, validate_every: 3, validation_batches: 1}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """An empty working folder with a config and a corpus of both kinds of file."""
+    (tmp_path / "small.yaml").write_text(SMALL)
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(4):
+        (text / f"{number}.txt").write_text("".join(f"{number} times {i} is {number * i}. " for i in range(40)))
+    lines = [json.dumps({"text": f"line {i}: " + "abc" * i}) for i in range(20)]
+    (text / "more.jsonl").write_text("\n".join(lines))
+    return tmp_path
+
+
+def command(*arguments: str) -> list[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return [*torchrun, str(LAUNCH / "pretrain_gpt.py"), "small.yaml", *arguments]
+
+
+def pretrain(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(command(*arguments), cwd=folder, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def losses(folder: Path, name: str, kind: str = "train") -> dict[int, float]:
+    import report
+
+    return {r["step"]: r["loss"] for r in report.read(folder / "runs" / name) if r["kind"] == kind}
+
+
+@pytest.mark.megatron
+def test_resumed_run_repeats_the_losses_bit_for_bit(folder):
+    """Bitwise: same data, parameters, optimiser and order of sums, whether the run stopped or not."""
+    common = ["parallelism.tensor=2", "parallelism.sequence=true"]
+    pretrain(folder, *common, "run.name=straight")
+    pretrain(folder, *common, "run.name=stopped", "run.stop_after=3")
+    assert list(losses(folder, "stopped")) == [1, 2, 3]
+    pretrain(folder, *common, "run.name=stopped", "--resume")
+    straight = losses(folder, "straight")
+    assert list(straight) == [1, 2, 3, 4, 5, 6] and len(set(straight.values())) == 6
+    assert losses(folder, "stopped") == straight
+    assert losses(folder, "stopped", "validation") == losses(folder, "straight", "validation")
+    assert (folder / "runs/stopped/loss.png").stat().st_size > 1000
+
+
+@pytest.mark.megatron
+def test_both_losses_train_alike_on_data_parallel_replicas(folder, capsys):
+    """Approximate: fp32 sums in another order. A loss that ignored its gradient would part at the second step."""
+    import report
+
+    for loss in ("vpcce", "megatron"):
+        pretrain(folder, f"loss.implementation={loss}", f"run.name={loss}", "model.tied=false")
+    ours, theirs = (losses(folder, name) for name in ("vpcce", "megatron"))
+    assert ours == pytest.approx(theirs, rel=1e-5)
+    assert ours[6] < ours[1] - 0.05, "six steps must teach it something"
+    assert report.compare([folder / "runs/vpcce", folder / "runs/megatron"])
+    shown = capsys.readouterr().out
+    assert "logits per rank (computed)" in shown and "head, peak per rank (measured)" in shown
+    metrics = folder / "runs/megatron/metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"loss": 5', '"loss": 6'))
+    assert not report.compare([folder / "runs/vpcce", folder / "runs/megatron"])
+
+
+@pytest.mark.megatron
+def test_a_dead_rank_ends_the_run_with_its_name(folder):
+    import psutil
+
+    run = command("parallelism.tensor=2", "run.steps=5000", "run.validate_every=0")
+    with subprocess.Popen(run, cwd=folder, stderr=subprocess.PIPE, text=True) as started:
+        try:
+            metrics, deadline = folder / "runs/small/metrics.jsonl", time.monotonic() + 90
+            while not (metrics.exists() and metrics.read_text().count("\n") > 2):
+                assert started.poll() is None and time.monotonic() < deadline, "the run never began to train"
+                time.sleep(0.1)
+            ranks = psutil.Process(started.pid).children()
+            victim = next(p for p in ranks if p.environ().get("RANK") == "1")
+            os.kill(victim.pid, signal.SIGKILL)
+            said = started.communicate(timeout=60)[1]
+        finally:
+            started.kill()
+    assert started.returncode != 0
+    assert f"rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: {victim.pid})" in said
+
+
+def test_settings_name_the_valid_ones():
+    import settings
+
+    for name in (path.stem for path in settings.CONFIGS.glob("*.yaml")):
+        assert settings.load(name, []).model.vocab_size > 30000
+    assert settings.load("tiny", ["loss.backward=sampled", "optimiser.beta2=0.99"]).optimiser.beta2 == 0.99
+    for override, message in {
+        "run.stepz=3": "run.stepz: no such setting; valid here: name, steps,",
+        "runs.steps=3": "runs: no such setting; valid here: model, parallelism, data, optimiser, loss, run",
+        "run.steps=many": "run.steps: Value 'many' of type 'str' could not be converted to Integer",
+        "loss.backward=half": "loss.backward: expected one of auto, exact, filtered, sampled, got 'half'",
+        "parallelism.tensor=3": "model.vocab_size: expected a multiple of parallelism.tensor = 3, got 131072",
+    }.items():
+        with pytest.raises(ValueError) as caught:
+            settings.load("tiny", [override])
+        assert message in str(caught.value)
+    with pytest.raises(ValueError, match="does not know model.final_softcap"):
+        settings.load("gemma2_2b", ["loss.implementation=megatron"])
+    with pytest.raises(ValueError, match="one of gemma2_2b, llama3_8b, .*, tiny, got 'huge'"):
+        settings.load("huge", [])
+
+
+def test_documents_and_tokenizers(folder):
+    import corpus
+
+    texts = dict(corpus.documents(str(folder / "text")))
+    assert texts["more.jsonl:2"] == "line 2: abcabc" and len(texts) == 24
+    assert next(iter(corpus.documents("stdlib")))[0] < "b"
+    assert corpus.make_tokenizer("bytes", 257).encode("é") == [195, 169]
+    text = "def test_tokenizers(): return 'naïve 北京'"
+    whole, first = corpus.make_tokenizer("tekken", 200000), corpus.make_tokenizer("tekken", 32064)
+    assert whole.vocab_size == 131072 and first.vocab_size == 32064
+    assert len(whole.encode(text)) <= len(first.encode(text)) and max(first.encode(text)) < 32064
+    with pytest.raises(ValueError, match="tokenizer=bytes needs model.vocab_size >= 257, got 256"):
+        corpus.make_tokenizer("bytes", 256)
+    with pytest.raises(ValueError, match="data.source: expected 'stdlib' or a folder"):
+        next(corpus.documents("nowhere"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the resident set from /proc")
+def test_head_memory_sees_what_the_head_allocates():
+    """Approximate, for pages and buffers of BLAS: the output, its square and their gradients, 64 MiB each."""
+    import report
+
+    head = torch.nn.Linear(16, 16384, bias=False)
+    memory = report.HeadMemory(head)
+    hidden = torch.randn(1024, 16, requires_grad=True)
+    head(hidden).sum().backward()
+    assert memory.peak is None, "not armed"
+    memory.armed = True
+    head(hidden).square().sum().backward()
+    assert 240 * 2**20 < memory.peak < 320 * 2**20
