@@ -208,7 +208,8 @@ def start(settings: settings_module.Settings) -> bool:
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=timeout)
     world = dist.get_world_size()
     if world % settings.parallelism.tensor:
-        raise ValueError(f"parallelism.tensor: expected a divisor of the {world} ranks, got {settings.parallelism.tensor}")
+        tensor = settings.parallelism.tensor
+        raise ValueError(f"parallelism.tensor: expected a divisor of the {world} ranks, got {tensor}")
     on_cpu = use_cpu()
     if on_cpu and settings.run.precision != "fp32":
         raise ValueError(f"run.precision: only fp32 runs on CPU, got {settings.run.precision!r}")

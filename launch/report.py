@@ -92,8 +92,7 @@ def plot(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _row(folder: Path, records: list[dict[str, Any]]) -> dict[str, str]:
-    summary = json.loads((folder / "summary.json").read_text())
+def _row(summary: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, str]:
     peak = summary["head_peak_bytes"]
     return {
         "training loss": f"{_series(records, 'train')[1][-1]:.4f}",
@@ -106,9 +105,10 @@ def _row(folder: Path, records: list[dict[str, Any]]) -> dict[str, str]:
 
 def compare(folders: list[Path]) -> bool:
     """Prints the runs side by side and writes their plot; True if their training losses agree at every step."""
-    names = [json.loads((f / "summary.json").read_text())["head"]["settings"]["loss"]["implementation"] for f in folders]
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
+    names = [summary["head"]["settings"]["loss"]["implementation"] for summary in summaries]
     runs = {name: read(folder) for name, folder in zip(names, folders, strict=True)}
-    rows = {name: _row(folder, runs[name]) for name, folder in zip(names, folders, strict=True)}
+    rows = {name: _row(summary, runs[name]) for name, summary in zip(names, summaries, strict=True)}
     columns = list(next(iter(rows.values())))
     widths = [max(len(c), *(len(r[c]) for r in rows.values())) for c in columns]
     first = max(len("loss"), *(len(name) for name in rows))
