@@ -37,14 +37,14 @@ make_environment() {
     [ "$(cat $installed 2>/dev/null)" = "$wanted" ] && return
     echo "vpcce: installing into .venv (about two minutes, 2 GB)"
     # torch first, alone: a later requirement could otherwise choose another build of it.
-    "$python" -c 'import torch' 2>/dev/null || "$python" -m pip install -q torch==2.13.0 || return
+    "$python" -c 'import torch' 2>/dev/null || "$python" -m pip install -qq torch==2.13.0 || return
     # torch with CUDA brings the Triton that fits it; torch for CPU brings none.
-    "$python" -c 'import triton' 2>/dev/null || "$python" -m pip install -q triton==3.6.0 || return
-    "$python" -m pip install -q -c launch/constraints.txt -e '.[dev,mpi]' || return
+    "$python" -c 'import triton' 2>/dev/null || "$python" -m pip install -qq triton==3.6.0 || return
+    "$python" -m pip install -qq -c launch/constraints.txt -e '.[dev,mpi]' || return
     local version
     for version in $megatron_versions; do
         # 0.17 and later declare Python 3.12 but run on 3.11; their declared dependencies are larger than what is used.
-        "$python" -m pip install -q --no-deps --ignore-requires-python --upgrade \
+        "$python" -m pip install -qq --no-deps --ignore-requires-python --upgrade \
             --target "$(megatron_folder "$version")" "megatron-core==$version" || return
     done
     echo "$wanted" >$installed
