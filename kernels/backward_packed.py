@@ -8,7 +8,7 @@ Where G lives, 256 bytes per pair in half precision, decides between two orders 
 
 - dC fresh in half precision: one round. dC's own storage is free until dC is written, so G lies at its end, with
   EXTRA_BYTES behind it, and is consumed from the front while finished slabs of dC overwrite it. The fp32 sums are
-  two slabs of columns. Nothing of size [V, D] or [N, D] is allocated beyond the gradients.
+  a ring of parts of dC (`packed_stream`). Nothing of size [V, D] or [N, D] is allocated beyond the gradients.
 - fp32 dC or main_grad (or dE alone): G has an arena of ARENA_BYTES; rounds take as many super-blocks as fit. Each
   round finishes dE of its rows; dC is added to in fp32. Deterministic and half precision: into an fp32 copy of dC.
 
@@ -30,8 +30,8 @@ from .packed_products import (
     packed_bias_grad_kernel,
     packed_hidden_grad_kernel,
     packed_weight_grad_kernel,
-    round_slab_kernel,
 )
+from .packed_stream import packed_stream_kernel
 from .problem import Head, HiddenGradReady, Marks, Policy, RowGradients
 
 ROW_BLOCK = 128
@@ -39,8 +39,8 @@ SUPER_BLOCK = 4  # row blocks that share a coin
 MAX_ROUNDS = 12
 ARENA_BYTES = 40 << 20  # G of one round, where it has memory of its own
 EXTRA_BYTES = 24 << 20  # G behind dC's storage: the last group's has no later columns to lie in
-SLAB_BYTES = 24 << 20  # one of two fp32 sums of a slab of dC
-GROUP_COLUMNS = 8192
+GROUP_COLUMNS = 16384
+SLAB_COLUMNS = 8192  # one part of the ring in `packed_stream` is a slab times BLOCK_D of D
 LIST_BLOCK = 64  # words that a list kernel expands at a time
 MAX_DENSITY = 0.35  # of marked pairs, above it the dense product is cheaper
 MIN_LIST = 3 << 19  # pairs that the lists always hold; 17 bytes each
@@ -136,7 +136,7 @@ def packed_backward(
         if d_bias is not None:
             work.bias_grad(r, d_bias)
         if sums is not None:
-            work.weight_grad(r, sums, 0, layout.n_slabs, 0)
+            work.weight_grad(r, sums)
     if sums is not None and sums is not total:
         # The dense backward writes `total` itself, and the sums are 0 then.
         work.add_constant(sums)
@@ -149,7 +149,7 @@ def packed_backward(
     if d_hidden is not None:
         hidden_grad_ready(d_hidden)
     if in_place:
-        work.weight_grad_in_place(d_weight)
+        work.weight_grad_stream(d_weight)
     return d_hidden, d_weight, d_bias
 
 
@@ -160,9 +160,7 @@ def _layout(bits, n_rows, n, n_columns, d, dtype, storage) -> _Layout:
     n_groups = triton.cdiv(n_columns, GROUP_COLUMNS)
     every_pair = n_blocks * n_columns
     row_bytes = ROW_BLOCK * dtype.itemsize
-    slab_columns = WORD_TILE
-    while slab_columns < GROUP_COLUMNS and slab_columns * 2 * d * 4 <= SLAB_BYTES:
-        slab_columns *= 2
+    slab_columns = min(SLAB_COLUMNS, max(triton.next_power_of_2(n_columns), WORD_TILE))
     if storage is not None:
         n_rounds = 1
         extra_rows = min(EXTRA_BYTES // row_bytes, every_pair)
@@ -247,6 +245,7 @@ class _Work:
         self.union = ints(layout.round_pairs)
         self.union_start = ints(layout.n_super, layout.n_slabs)
         self.union_count = ints(layout.n_super, layout.n_slabs)
+        self.touched = torch.zeros(self.n_words, dtype=torch.int32, device=device)
         pack.list_kernel[(layout.n_groups, layout.n_blocks)](
             marks.bits, n_rows, layout.start, layout.dense, self.word_start, self.list, self.n_words, self.n_columns,
             GROUP_WORDS=layout.group_words, BLOCK=LIST_BLOCK, num_warps=4,
@@ -273,8 +272,8 @@ class _Work:
             GROUPS=at.groups_pow2, BLOCK=LIST_BLOCK, PROGRAMS=at.programs * 4, num_warps=4,
         )  # fmt: skip
         pack.union_kernel[(at.programs * 4,)](
-            self.kept_bits, at.start, plan, self.union, self.union_start, self.union_count, self.n_words, at.n_groups,
-            at.n_slabs, GROUP_WORDS=at.group_words, SLAB_WORDS=at.slab_columns // 32, PROGRAMS=at.programs * 4,
+            self.kept_bits, at.start, plan, self.union, self.union_start, self.union_count, self.touched, self.n_words,
+            at.n_groups, at.n_slabs, GROUP_WORDS=at.group_words, SLAB_WORDS=at.slab_columns // 32, PROGRAMS=at.programs * 4,
             num_warps=4,
         )  # fmt: skip
 
@@ -287,27 +286,30 @@ class _Work:
             PRECISION=self.precision, **HIDDEN_BLOCKS[self.half],
         )  # fmt: skip
 
-    def weight_grad(self, r: int, out: Tensor, first_slab: int, n_slabs: int, first_column: int) -> None:
+    def weight_grad(self, r: int, out: Tensor) -> None:
         at = self.layout
         packed_weight_grad_kernel[(at.programs,)](
             self.hidden, at.storage, at.extra, self.unit, at.plan[r], self.marks.bits, self.kept_bits, self.word_start,
-            self.union, self.union_start, self.union_count, self.n_rows, out, first_slab, n_slabs, first_column,
-            self.n, self.hidden.stride(0), out.stride(0), self.n_words, at.n_slabs, D=self.d, PROGRAMS=at.programs,
+            self.union, self.union_start, self.union_count, self.n_rows, out, self.n, self.hidden.stride(0),
+            out.stride(0), self.n_words, at.n_slabs, D=self.d, PROGRAMS=at.programs,
             ATOMIC=not self.policy.deterministic, PRECISION=self.precision, **WEIGHT_BLOCKS[self.half],
         )  # fmt: skip
 
-    def weight_grad_in_place(self, out: Tensor) -> None:
+    def weight_grad_stream(self, out: Tensor) -> None:
         """dC slab by slab into the storage that G is leaving."""
-        at = self.layout
-        slab = torch.zeros(at.slab_columns, self.d, dtype=torch.float32, device=out.device)
-        for s in range(at.n_slabs):
-            first = s * at.slab_columns
-            self.weight_grad(0, slab, s, 1, first)
-            grid = (min(at.slab_columns, self.n_columns - first), triton.cdiv(self.d, 1024))
-            round_slab_kernel[grid](
-                slab, at.dense, self.constant_hidden, self.head.column_weight, out, first, self.n_columns, D=self.d,
-                BLOCK=1024, num_warps=4,
-            )  # fmt: skip
+        at, device = self.layout, out.device
+        block_d = STREAM_BLOCKS["BLOCK_D"]
+        n_parts = at.n_slabs * triton.cdiv(self.d, block_d)
+        ring = torch.zeros(STREAM_RING, at.slab_columns, block_d, dtype=torch.float32, device=device)
+        counters = torch.zeros(1 + 2 * n_parts, dtype=torch.int32, device=device)
+        packed_stream_kernel[(at.programs,)](
+            self.hidden, at.storage, at.extra, self.unit, at.dense, at.plan[0], self.marks.bits, self.kept_bits,
+            self.word_start, self.union, self.union_start, self.union_count, self.touched, self.n_rows,
+            self.constant_hidden, self.head.column_weight, ring, counters, counters[1:], counters[1 + n_parts :], out,
+            self.n, self.hidden.stride(0), self.n_words, at.n_slabs, self.n_columns, at.n_super, D=self.d,
+            SLAB=at.slab_columns, RING=STREAM_RING, LAG=STREAM_LAG, SLOTS=4, ROUND_ROWS=min(512, at.slab_columns),
+            ROUND_STEP=32, **STREAM_BLOCKS,
+        )  # fmt: skip
 
     def bias_grad(self, r: int, out: Tensor) -> None:
         at = self.layout
@@ -359,6 +361,10 @@ WEIGHT_BLOCKS = {
     True: dict(BLOCK_N=128, BLOCK_K=64, BLOCK_D=256, num_warps=8, num_stages=3),
     False: dict(BLOCK_N=64, BLOCK_K=32, BLOCK_D=64, num_warps=8, num_stages=2),
 }
+
+STREAM_BLOCKS = dict(BLOCK_N=128, BLOCK_K=64, BLOCK_D=256, num_warps=8, num_stages=3)
+STREAM_RING = 4
+STREAM_LAG = 2
 
 
 def _row_sum(share: Tensor, matrix: Tensor, n_rows: Tensor | None = None) -> Tensor:

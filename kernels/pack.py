@@ -283,6 +283,7 @@ def union_kernel(
     union_ptr,  # [pairs of a round] out: per (super-block, group), the columns that stay in any of its row blocks
     union_start_ptr,  # [super-blocks, slabs] int32 out
     union_count_ptr,  # [super-blocks, slabs] int32 out
+    touched_ptr,  # [words] int32, zeros: out, columns that stay anywhere
     n_words,
     n_groups,
     n_slabs,
@@ -305,6 +306,7 @@ def union_kernel(
             for row_block in range(super_block * 4, tl.minimum(super_block * 4 + 4, last)):
                 offs = row_block * n_words.to(tl.int64) + words
                 union |= tl.load(kept_bits_ptr + offs, mask=words < n_words, other=0)
+            tl.atomic_or(touched_ptr + words, union, mask=words < n_words, sem="relaxed")
             n = popcount(union)
             total = tl.sum(n, 0)
             column = ((words // 8) * 256 + words % 8)[:, None] + 8 * bit[None, :]

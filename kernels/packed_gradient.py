@@ -29,12 +29,19 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def arena_rows(storage_ptr, extra_ptr, plan_ptr, pair):
-    """Pointers to G's rows of 128 gradients; `pair` counts from the round's first."""
+def load_arena(plan_ptr):
+    """What `arena_rows` needs of the plan; to be loaded outside of pipelined loops."""
     spill = tl.load(plan_ptr + PLAN_SPILL)
-    in_storage = storage_ptr + (pair + tl.load(plan_ptr + PLAN_STORAGE_SHIFT)) * 128
-    in_extra = extra_ptr + (pair + tl.load(plan_ptr + PLAN_EXTRA_SHIFT)) * 128
-    return tl.where(pair < spill, in_storage, in_extra)
+    return spill, tl.load(plan_ptr + PLAN_STORAGE_SHIFT), tl.load(plan_ptr + PLAN_EXTRA_SHIFT)
+
+
+@triton.jit
+def arena_rows(storage_ptr, extra_ptr, arena, pair):
+    """Pointers to G's rows of 128 gradients; `pair` counts from the round's first."""
+    spill, storage_shift, extra_shift = arena
+    return tl.where(
+        pair < spill, storage_ptr + (pair + storage_shift) * 128, extra_ptr + (pair + extra_shift) * 128
+    )
 
 
 @triton.jit
@@ -75,6 +82,7 @@ def packed_gradient_kernel(
     first = tl.load(plan_ptr + PLAN_FIRST).to(tl.int32)
     n_blocks = tl.load(plan_ptr + PLAN_LAST).to(tl.int32) - first
     base = tl.load(plan_ptr + PLAN_BASE)
+    arena = load_arena(plan_ptr)
     if n_rows_ptr is not None:
         n = tl.minimum(n, tl.load(n_rows_ptr))
     seed = tl.load(seed_ptr)
@@ -133,5 +141,5 @@ def packed_gradient_kernel(
             if HAS_SOFTCAP:
                 g *= 1.0 - ratio * ratio
             g = tl.where(valid[:, None], g * (gain * factor)[None, :], 0.0)
-            out = arena_rows(storage_ptr, extra_ptr, plan_ptr, pair - base)
+            out = arena_rows(storage_ptr, extra_ptr, arena, pair - base)
             tl.store(out[None, :] + offs_m[:, None], g.to(dtype), mask=inside[None, :])

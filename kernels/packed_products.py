@@ -6,17 +6,15 @@
 The coin is shared by a super-block, so the kept sets of its row blocks nest and one list (their union) serves all
 four: a product with 512 tokens behind every addition into dC instead of 128, and about half as many additions.
 
-dC in half precision is built in two fp32 buffers of one slab of columns each. Launch s adds slab s into one of them
-while other programs of the same launch round slab s - 1 into dC and clear its buffer, so fp32 sums stay in L2 and
-never travel to memory; the order of launches is the only synchronisation. fp32 dC and `main_grad` are added to
-directly. Without atomics (`deterministic`) one program owns (slab, part of D) and takes the super-blocks in order.
+dC is added to in fp32, by atomics; without them (`deterministic`) one program owns (slab of columns, part of D) and
+takes the super-blocks in order. `packed_stream` does the same for dC in half precision.
 """
 
 import triton
 import triton.language as tl
 
 from .pack import PLAN_BASE, PLAN_FIRST, PLAN_LAST, pair_of, word_of
-from .packed_gradient import arena_rows
+from .packed_gradient import arena_rows, load_arena
 
 
 @triton.jit
@@ -47,6 +45,7 @@ def packed_hidden_grad_kernel(
     first = tl.load(plan_ptr + PLAN_FIRST).to(tl.int32)
     n_blocks = tl.load(plan_ptr + PLAN_LAST).to(tl.int32) - first
     block_base = tl.load(block_start_ptr + first)
+    arena = load_arena(plan_ptr)
     if n_rows_ptr is not None:
         n = tl.minimum(n, tl.load(n_rows_ptr))
     dtype = extra_ptr.dtype.element_ty
@@ -65,7 +64,7 @@ def packed_hidden_grad_kernel(
             inside = offs_k < n_pairs
             pair = tl.load(kept_pair_ptr + at + offs_k, mask=inside, other=0)
             column = tl.load(kept_column_ptr + at + offs_k, mask=inside, other=0).to(tl.int64)
-            g_rows = arena_rows(storage_ptr, extra_ptr, plan_ptr, pair)
+            g_rows = arena_rows(storage_ptr, extra_ptr, arena, pair)
             g = tl.load(g_rows[:, None] + offs_m[None, :], mask=inside[:, None], other=0.0)
             weight = weight_ptr + column[:, None] * stride_weight + offs_d[None, :]
             if D % BLOCK_D == 0:
@@ -84,11 +83,24 @@ def packed_hidden_grad_kernel(
 
 
 @triton.jit
-def _column_products(
+def kept_pairs(
+    bits_ptr, kept_bits_ptr, word_start_ptr, n_words, row_block, last, base, column, inside
+):  # fmt: skip
+    """The listed columns' pairs in one row block, -1 where it did not keep them."""
+    at = row_block * n_words.to(tl.int64) + word_of(column)
+    mask = inside & (row_block < last)
+    kept_bits = tl.load(kept_bits_ptr + at, mask=mask, other=0)
+    bits = tl.load(bits_ptr + at, mask=mask, other=0)
+    pair = pair_of(bits, tl.load(word_start_ptr + at, mask=mask, other=0), column) - base
+    return tl.where(((kept_bits >> ((column // 8) % 32)) & 1) != 0, pair, -1)
+
+
+@triton.jit
+def column_products(
     hidden_ptr,
     storage_ptr,
     extra_ptr,
-    plan_ptr,
+    arena,
     bits_ptr,
     kept_bits_ptr,
     word_start_ptr,
@@ -98,9 +110,9 @@ def _column_products(
     column,  # [BLOCK_N]
     inside,  # [BLOCK_N]
     super_block,
-    offs_d,  # [BLOCK_D]
-    base,
     last,
+    base,
+    offs_d,  # [BLOCK_D]
     D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -110,21 +122,19 @@ def _column_products(
     """[BLOCK_N, BLOCK_D]: the columns' gradient from one super-block's tokens."""
     dtype = extra_ptr.dtype.element_ty
     STEPS: tl.constexpr = 128 // BLOCK_K
-    word = word_of(column)
-    bit = (column // 8) % 32
+    block = super_block * 4
+    pair_0 = kept_pairs(bits_ptr, kept_bits_ptr, word_start_ptr, n_words, block, last, base, column, inside)
+    pair_1 = kept_pairs(bits_ptr, kept_bits_ptr, word_start_ptr, n_words, block + 1, last, base, column, inside)
+    pair_2 = kept_pairs(bits_ptr, kept_bits_ptr, word_start_ptr, n_words, block + 2, last, base, column, inside)
+    pair_3 = kept_pairs(bits_ptr, kept_bits_ptr, word_start_ptr, n_words, block + 3, last, base, column, inside)
     acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for i in range(4 * STEPS):
-        row_block = super_block * 4 + i // STEPS
+        b = i // STEPS
         offs_k = (i % STEPS) * BLOCK_K + tl.arange(0, BLOCK_K)
-        at = row_block * n_words.to(tl.int64) + word
-        mask = inside & (row_block < last)
-        kept_bits = tl.load(kept_bits_ptr + at, mask=mask, other=0)
-        marked_bits = tl.load(bits_ptr + at, mask=mask, other=0)
-        pair = pair_of(marked_bits, tl.load(word_start_ptr + at, mask=mask, other=0), column) - base
-        kept = ((kept_bits >> bit) & 1) != 0
-        g_rows = arena_rows(storage_ptr, extra_ptr, plan_ptr, pair)
-        g = tl.load(g_rows[:, None] + offs_k[None, :], mask=kept[:, None], other=0.0)
-        rows = row_block * 128 + offs_k
+        pair = tl.where(b < 2, tl.where(b == 0, pair_0, pair_1), tl.where(b == 2, pair_2, pair_3))
+        g_rows = arena_rows(storage_ptr, extra_ptr, arena, pair)
+        g = tl.load(g_rows[:, None] + offs_k[None, :], mask=(pair >= 0)[:, None], other=0.0)
+        rows = (block + b) * 128 + offs_k
         hidden = hidden_ptr + rows.to(tl.int64)[:, None] * stride_hidden + offs_d[None, :]
         if D % BLOCK_D == 0:
             h = tl.load(hidden, mask=(rows < n)[:, None], other=0.0)
@@ -148,10 +158,7 @@ def packed_weight_grad_kernel(
     union_start_ptr,  # [super-blocks, slabs]
     union_count_ptr,  # [super-blocks, slabs]
     n_rows_ptr,  # [1] or None
-    out_ptr,  # [*, D] fp32
-    first_slab,
-    n_slabs_here,
-    out_first_column,  # column of out's row 0
+    out_ptr,  # [V, D] fp32
     n,
     stride_hidden,
     stride_out,
@@ -165,10 +172,11 @@ def packed_weight_grad_kernel(
     ATOMIC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Adds slabs [first_slab, first_slab + n_slabs_here) of a round's dC to out."""
+    """Adds a round's dC to out."""
     first = tl.load(plan_ptr + PLAN_FIRST).to(tl.int32)
     last = tl.load(plan_ptr + PLAN_LAST).to(tl.int32)
     base = tl.load(plan_ptr + PLAN_BASE).to(tl.int32)
+    arena = load_arena(plan_ptr)
     n_super = tl.cdiv(last - first, 4)
     if n_rows_ptr is not None:
         n = tl.minimum(n, tl.load(n_rows_ptr))
@@ -182,9 +190,9 @@ def packed_weight_grad_kernel(
     if not ATOMIC:
         inner = n_super
         outer = tl.minimum(n_super, 1)
-    for item in range(tl.program_id(0), n_slabs_here * outer * N_D, PROGRAMS):
+    for item in range(tl.program_id(0), n_slabs * outer * N_D, PROGRAMS):
         offs_d = item % N_D * BLOCK_D + tl.arange(0, BLOCK_D)
-        slab = first_slab + item // (N_D * outer)
+        slab = item // (N_D * outer)
         for s in range(inner):
             super_block = first // 4 + (item // N_D) % outer + s
             n_columns = tl.load(union_count_ptr + super_block * n_slabs + slab)
@@ -193,14 +201,14 @@ def packed_weight_grad_kernel(
                 offs_n = t + tl.arange(0, BLOCK_N)
                 inside = offs_n < n_columns
                 column = tl.load(union_ptr + start + offs_n, mask=inside, other=0)
-                acc = _column_products(
-                    hidden_ptr, storage_ptr, extra_ptr, plan_ptr, bits_ptr, kept_bits_ptr, word_start_ptr, n_words, n,
-                    stride_hidden, column, inside, super_block, offs_d, base, last, D, BLOCK_N, BLOCK_D, BLOCK_K,
+                acc = column_products(
+                    hidden_ptr, storage_ptr, extra_ptr, arena, bits_ptr, kept_bits_ptr, word_start_ptr, n_words, n,
+                    stride_hidden, column, inside, super_block, last, base, offs_d, D, BLOCK_N, BLOCK_D, BLOCK_K,
                     PRECISION,
                 )  # fmt: skip
                 if unit_ptr is not None:
                     acc *= unit
-                out = out_ptr + (column - out_first_column).to(tl.int64)[:, None] * stride_out + offs_d[None, :]
+                out = out_ptr + column.to(tl.int64)[:, None] * stride_out + offs_d[None, :]
                 mask = inside[:, None] & (offs_d < D)[None, :]
                 if ATOMIC:
                     tl.atomic_add(out, acc, mask=mask, sem="relaxed")
@@ -208,34 +216,6 @@ def packed_weight_grad_kernel(
                     tl.store(out, tl.load(out, mask=mask, other=0.0) + acc, mask=mask)
             if not ATOMIC:
                 tl.debug_barrier()  # the next super-block's threads read what these wrote
-
-
-@triton.jit
-def round_slab_kernel(
-    sum_ptr,  # [columns, D] fp32: rounded into out, then cleared
-    dense_ptr,  # [1]
-    constant_hidden_ptr,  # [D] fp32 or None: adds column_weight (x) constant_hidden
-    column_weight_ptr,  # [V] fp32 or None
-    out_ptr,  # [V, D]
-    first_column,
-    n_columns,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    if tl.load(dense_ptr) != 0:
-        return
-    row = tl.program_id(0)
-    column = first_column + row
-    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = (offs < D) & (column < n_columns)
-    x = tl.load(sum_ptr + row.to(tl.int64) * D + offs, mask=mask, other=0.0)
-    tl.store(sum_ptr + row.to(tl.int64) * D + offs, tl.zeros((BLOCK,), tl.float32), mask=mask)
-    if constant_hidden_ptr is not None:
-        share = tl.load(constant_hidden_ptr + offs, mask=mask, other=0.0)
-        if column_weight_ptr is not None:
-            share *= tl.load(column_weight_ptr + column, mask=column < n_columns, other=0.0)
-        x += share
-    tl.store(out_ptr + column.to(tl.int64) * D + offs, x.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -260,6 +240,7 @@ def packed_bias_grad_kernel(
     first = tl.load(plan_ptr + PLAN_FIRST).to(tl.int32)
     last = tl.load(plan_ptr + PLAN_LAST).to(tl.int32)
     base = tl.load(plan_ptr + PLAN_BASE).to(tl.int32)
+    arena = load_arena(plan_ptr)
     offs_m = tl.arange(0, 128)
     for super_block in range(first // 4, tl.cdiv(last, 4)):
         n_columns = tl.load(union_count_ptr + super_block * n_slabs + slab)
@@ -270,13 +251,11 @@ def packed_bias_grad_kernel(
             column = tl.load(union_ptr + start + offs_n, mask=inside, other=0)
             total = tl.zeros((BLOCK_N,), tl.float32)
             for row_block in range(super_block * 4, tl.minimum(super_block * 4 + 4, last)):
-                at = row_block * n_words.to(tl.int64) + word_of(column)
-                kept_bits = tl.load(kept_bits_ptr + at, mask=inside, other=0)
-                marked_bits = tl.load(bits_ptr + at, mask=inside, other=0)
-                pair = pair_of(marked_bits, tl.load(word_start_ptr + at, mask=inside, other=0), column) - base
-                kept = ((kept_bits >> ((column // 8) % 32)) & 1) != 0
-                g_rows = arena_rows(storage_ptr, extra_ptr, plan_ptr, pair)
-                g = tl.load(g_rows[:, None] + offs_m[None, :], mask=kept[:, None], other=0.0)
+                pair = kept_pairs(
+                    bits_ptr, kept_bits_ptr, word_start_ptr, n_words, row_block, last, base, column, inside
+                )  # fmt: skip
+                g_rows = arena_rows(storage_ptr, extra_ptr, arena, pair)
+                g = tl.load(g_rows[:, None] + offs_m[None, :], mask=(pair >= 0)[:, None], other=0.0)
                 total += tl.sum(g.to(tl.float32), 1)
             if unit_ptr is not None:
                 total *= tl.load(unit_ptr)
