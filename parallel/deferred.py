@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import torch
@@ -144,14 +143,16 @@ class DeferredLogits:
 
     def __mul__(self, other: Any) -> Any:
         # A cap after which the factor would come does not commute with it.
-        if isinstance(other, Real) and other > 0 and self._options.softcap is None:
+        if isinstance(other, (int, float)) and other > 0 and self._options.softcap is None:
             return self._times(float(other))
         return self.materialize() * other
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> Any:
-        return self * (1.0 / other) if isinstance(other, Real) and other > 0 else self.materialize() / other
+        if isinstance(other, (int, float)) and other > 0:
+            return self * (1.0 / other)
+        return self.materialize() / other
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # before __init__ has run, as in copying
@@ -180,6 +181,7 @@ class DeferredLogits:
             target = self._operands.hidden.new_zeros(tokens.numel(), dtype=torch.int64)
             with torch.no_grad():
                 _, self._greedy = self._loss(target, None, True)
+        assert self._greedy is not None
         return self._greedy.view(self.shape[:-1])
 
     def _loss(self, target: Tensor, ignore_index: int | None, argmax: bool) -> tuple[Tensor, Tensor | None]:

@@ -69,7 +69,7 @@ def install(model: Model, **options: Any) -> Model:
             (defer_embedding_wgrad_compute), an fp8 head, rematerialised weights (gtp_remat).
     """
     chosen = checks.options(options)
-    found = [(module, getattr(module, "output_layer", None)) for module in checks.language_models(model)]
+    found: list[tuple[Any, Any]] = [(m, getattr(m, "output_layer", None)) for m in checks.language_models(model)]
     heads = [(module, layer) for module, layer in found if layer is not None]
     for module, layer in heads:  # before the first one changes
         checks.head(module, layer, chosen)
@@ -79,8 +79,9 @@ def install(model: Model, **options: Any) -> Model:
             continue
         state = _State(chosen)
         module._vpcce = layer._vpcce = state
-        layer.__class__ = _output_layer_class(type(layer))
-        module.__class__ = _model_class(type(module))
+        for owner, exchanged in ((layer, _output_layer_class), (module, _model_class)):
+            kind: Any = type(owner)
+            owner.__class__ = exchanged(kind)
     return model
 
 

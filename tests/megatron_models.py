@@ -94,10 +94,10 @@ def batch(seed: int = 7, vocab: int = VOCAB) -> dict[str, Tensor]:
 
 
 def step(model, arguments: dict[str, Tensor], loss_mask: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-    """The token losses, masked, and every gradient of their weighted sum."""
+    """The token losses, masked, and every gradient of their sum, weighted so that tokens differ."""
     model.zero_grad()
     loss_mask = arguments["loss_mask"] if loss_mask is None else loss_mask
-    weights = torch.linspace(0.5, 1.5, loss_mask.numel()).view(loss_mask.shape)  # tells tokens apart
+    weights = torch.linspace(0.5, 1.5, loss_mask.numel(), device=loss_mask.device).view(loss_mask.shape)
     output = model(**arguments)
     loss = (output[0] if isinstance(output, tuple) else output) * loss_mask
     (loss * weights).sum().backward()
