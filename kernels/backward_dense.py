@@ -4,12 +4,14 @@
     product    dC[slice] = G.T @ hidden, rounded once                                               1 product
     product    dE += G @ weight[slice], in fp32 over all slices, rounded once                       1 product
 
-G is the only workspace, bounded by WORKSPACE_BYTES. p - onehot is formed in fp32 before G is rounded: rounding p first
+G is the only workspace. While dC is being made, the part of its storage that no slice has reached yet is free: G lies
+at its end, so that early slices are wide and few, and WORKSPACE_BYTES serve only the last ones. p - onehot is formed in fp32 before G is rounded: rounding p first
 would lose a confident target's gradient altogether. No atomics: every result is bitwise repeatable.
 
 Two numbers live on the device and are read by every kernel: how many rows count (row blocks of ignored tokens are
 skipped, and dC's product ends there), and, where this is the fallback of the sampled backward, whether to run at all.
 
+Programs that share a strip of G run side by side (tiles of D are numbered fastest), so G is read from memory once.
 The last slice computes dE first, so that its collective runs under the remaining product of dC.
 """
 
@@ -35,7 +37,8 @@ from .tiles import (
     scale_tensor,
 )
 
-WORKSPACE_BYTES = 64 << 20  # G of one slice
+WORKSPACE_BYTES = 64 << 20  # G of one slice, where no storage is lent
+LAST_WORKSPACE_BYTES = 32 << 20  # G of the last slices, where one is
 
 
 @triton.jit
@@ -128,6 +131,7 @@ def product_kernel(
     factor,  # [N, D] hidden, or [width, D] weight: descriptor or pointer
     base_ptr,  # what the product is added to, in out's shape, or None
     out_ptr,  # [width, D] dC, or [N, D] dE
+    row_index_ptr,  # [N] int64 where row i of dE belongs in out, or None
     unit_ptr,  # [] or None
     n_rows_ptr,  # [1] int32 or None
     predicate_ptr,  # [1] int32 or None
@@ -159,10 +163,10 @@ def product_kernel(
     unit = 1.0
     if unit_ptr is not None:
         unit = tl.load(unit_ptr)
-    n_blocks = tl.cdiv(n_out, BLOCK_M)
-    for item in tl.range(tl.program_id(0), n_blocks * tl.cdiv(D, BLOCK_N), programs):
-        row = (item % n_blocks) * BLOCK_M
-        column = (item // n_blocks) * BLOCK_N
+    n_tiles: tl.constexpr = (D + BLOCK_N - 1) // BLOCK_N
+    for item in tl.range(tl.program_id(0), tl.cdiv(n_out, BLOCK_M) * n_tiles, programs):
+        row = (item // n_tiles) * BLOCK_M
+        column = (item % n_tiles) * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in tl.range(0, depth, BLOCK_K):
             if FOR_WEIGHT:
@@ -175,12 +179,15 @@ def product_kernel(
             acc = tl.dot(g, f.to(DTYPE), acc, input_precision=PRECISION)
         rows = row + tl.arange(0, BLOCK_M)
         columns = column + tl.arange(0, BLOCK_N)
-        mask = (rows < n_out)[:, None] & (columns < D)[None, :]
+        inside = rows < n_out
+        mask = inside[:, None] & (columns < D)[None, :]
         at = rows.to(tl.int64)[:, None] * D + columns[None, :]
         if unit_ptr is not None:
             acc *= unit
         if base_ptr is not None:
             acc += tl.load(base_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        if row_index_ptr is not None:
+            at = tl.load(row_index_ptr + rows, mask=inside, other=0)[:, None] * D + columns[None, :]
         tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -214,11 +221,46 @@ def column_sum_kernel(
     tl.store(out_ptr + columns, total, mask=columns < width)
 
 
-def slice_width(n: int, n_columns: int, dtype: torch.dtype, tile: Tile) -> int:
-    """Columns of one slice: as many as the workspace holds, whole tiles of every kernel."""
-    step = max(tile.block_m, tile.block_n)
-    most = WORKSPACE_BYTES // (max(n, 1) * dtype.itemsize) // step * step
-    return min(max(most, step), triton.cdiv(n_columns, step) * step)
+def plan_slices(
+    n: int,
+    d: int,
+    n_columns: int,
+    itemsize: int,  # of G
+    column_bytes: int,  # that a finished column of dC takes from the front of the storage
+    storage_bytes: int,
+    workspace_bytes: int,
+    step: int,  # columns of one tile
+    programs: int,
+) -> list[tuple[int, int, bool]]:
+    """(start, stop, whether G lies at the end of the storage) of each slice, widest first.
+
+    Example, in columns: dC takes 1 byte a column and G 4, 100 bytes of storage, a workspace of 20. The first slice may
+    have 100 / 5 = 20 columns, the next (100 - 20) / 5 = 16, then 12, 10, 8, 6; after that the workspace's 5 are more.
+    """
+    in_workspace = max(workspace_bytes // (max(n, 1) * itemsize) // step * step, step)
+    slices = []
+    start = 0
+    while start < n_columns:
+        free = storage_bytes - start * column_bytes - 16
+        in_storage = max(0, free) // (column_bytes + n * itemsize) // step * step
+        lent = in_storage > in_workspace
+        width = _filling_width(n, d, in_storage if lent else in_workspace, step, programs)
+        stop = min(start + width, n_columns)
+        slices.append((start, stop, lent))
+        start = stop
+    return slices
+
+
+def _filling_width(n: int, d: int, most: int, step: int, programs: int) -> int:
+    """The width up to `most` whose tiles leave the fewest multiprocessors idle in their last wave, per column."""
+
+    def cost(width: int) -> float:
+        gradient = triton.cdiv(triton.cdiv(n, 128) * triton.cdiv(width, step), programs) * d
+        weight = triton.cdiv(triton.cdiv(width, 128) * triton.cdiv(d, step), programs) * n
+        hidden = triton.cdiv(triton.cdiv(n, 128) * triton.cdiv(d, step), programs) * width
+        return (gradient + weight + hidden) / width
+
+    return min(range(most, max(most // 2, step) - 1, -step), key=cost)
 
 
 def dense_backward(
@@ -229,76 +271,125 @@ def dense_backward(
     rows: RowGradients,
     *,
     n_rows: Tensor | None,
+    row_index: Tensor | None,  # [N] int64: row i of dE belongs there; None is i
     hidden_grad: Tensor | None,  # [N, D] out
     weight_grad: Tensor | None,  # [V, D] out, or added to with accumulate
     accumulate: bool,
     bias_grad: Tensor | None,  # [V] fp32, added to
     hidden_grad_ready: HiddenGradReady,
+    storage: Tensor | None = None,  # lent as workspace; it may be a fresh weight_grad itself
     predicate: Tensor | None = None,  # [1] int32 on the device: 0 leaves everything untouched
-    tiles: tuple[Tile, Tile] | None = None,
-    width: int | None = None,
+    tiles: tuple[Tile, Tile] | None = None,  # (gradient, product), overrides the launch table
 ) -> None:
-    """Writes dE, writes or adds dC, adds dbias; `tiles` (gradient, product) and `width` override the launch table.
+    """Writes dE, writes or adds dC, adds dbias.
 
     Outputs are contiguous. Rows of dE that do not count keep what they held: pass zeros. A dE of more than one slice
-    is summed in an fp32 buffer, where it is not fp32 itself.
+    is summed in an fp32 buffer, where it is not fp32 itself and in place.
     """
     n, d = hidden.shape
     n_columns = head.weight.shape[0]
-    dtype = compute_dtype(hidden, head)
+    if not n or not n_columns:
+        if hidden_grad is not None:
+            hidden_grad_ready(hidden_grad)
+        return
     device = hidden.device
-    for_gradient, for_product = tiles or (
-        launch_parameters("gradient", device, dtype),
-        launch_parameters("product", device, dtype),
-    )
-    width = width or slice_width(n, n_columns, dtype, for_gradient)
+    run = _DenseRun(hidden, head, target, lse, rows, n_rows, row_index, predicate, tiles)
+    if storage is not None and (storage.data_ptr() % 16 or not storage.is_contiguous()):
+        storage = None
+    slices = plan_slices(
+        n, d, n_columns, run.dtype.itemsize,
+        column_bytes=d * storage.element_size() if storage is weight_grad is not None else 0,
+        storage_bytes=0 if storage is None else storage.numel() * storage.element_size(),
+        workspace_bytes=WORKSPACE_BYTES if storage is None else LAST_WORKSPACE_BYTES,
+        step=max(run.for_gradient.block_n, run.for_product.block_n), programs=run.programs,
+    )  # fmt: skip
+    widths = [stop - start for start, stop, lent in slices if not lent]
+    workspace = torch.empty(n * _padded(max(widths)) if widths else 0, dtype=run.dtype, device=device)
     total = hidden_grad
-    if hidden_grad is not None and hidden_grad.dtype != torch.float32 and n_columns > width:
+    if hidden_grad is not None and len(slices) > 1 and (hidden_grad.dtype != torch.float32 or row_index is not None):
         total = torch.empty(n, d, dtype=torch.float32, device=device)
-    if n and n_columns:
-        grad = torch.empty(n, width, dtype=dtype, device=device)
-        unit = gradient_unit(rows, dtype)
-        programs = multiprocessors(device)
-        for start in range(0, n_columns, width):
-            stop = min(start + width, n_columns)
-            h = Source(hidden, for_gradient.block_m, for_gradient.block_k)
-            w = Source(head.weight[start:stop], for_gradient.block_n, for_gradient.block_k)
-            gradient_kernel[(programs,)](
-                h.source, w.source, _part(head.bias, start, stop), scale_tensor(head), _part(head.column_weight, start, stop),
-                target, lse, rows.softmax, rows.target, rows.softmax_logit, rows.constant, unit, n_rows, predicate, grad,
-                n, stop - start, start, h.stride_row, h.stride_col, w.stride_row, w.stride_col, width,
-                head.softcap or 1.0, programs,
-                D=d, HAS_SOFTCAP=head.softcap is not None, BLOCK_M=for_gradient.block_m, BLOCK_N=for_gradient.block_n,
-                BLOCK_K=for_gradient.block_k, TMA_HIDDEN=h.tma, TMA_WEIGHT=w.tma, DTYPE=TL_DTYPE[dtype],
-                PRECISION="ieee", num_warps=for_gradient.num_warps, num_stages=for_gradient.num_stages,
-            )  # fmt: skip
+    for start, stop, lent in slices:
+        memory = _end_of(storage, n * _padded(stop - start), run.dtype) if lent else workspace
+        grad = memory[: n * _padded(stop - start)].view(n, -1)[:, : stop - start]
+        run.gradient(grad, start, stop)
+        if bias_grad is not None:
+            run.column_sum(grad, bias_grad[start:stop])
+        if hidden_grad is not None:
+            last = stop == n_columns
+            base = None if start == 0 else total
+            run.hidden_product(grad, head.weight[start:stop], base, hidden_grad if last else total, scatter=last)
+            if last:
+                hidden_grad_ready(hidden_grad)
+        if weight_grad is not None:
+            part = weight_grad[start:stop]
+            run.weight_product(grad, part if accumulate else None, part)
 
-            def product(base, out, factor, for_weight, columns=stop - start):
-                t = for_product
-                g = Source(grad[:, :columns], *((t.block_k, t.block_m) if for_weight else (t.block_m, t.block_k)))
-                f = Source(factor, t.block_k, t.block_n)
-                product_kernel[(programs,)](
-                    g.source, f.source, base, out, unit, n_rows, predicate, n, columns, factor.shape[0],
-                    grad.stride(0), f.stride_row, f.stride_col, programs,
-                    D=d, FOR_WEIGHT=for_weight, BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k, TMA_GRAD=g.tma, TMA_FACTOR=f.tma, DTYPE=TL_DTYPE[dtype], PRECISION="ieee",
-                    num_warps=t.num_warps, num_stages=t.num_stages,
-                )  # fmt: skip
 
-            if bias_grad is not None:
-                column_sum_kernel[(triton.cdiv(stop - start, 64),)](
-                    grad, bias_grad[start:stop], unit, n_rows, predicate, n, stop - start, width, BLOCK_M=64, BLOCK_N=64
-                )
-            if hidden_grad is not None:
-                last = stop == n_columns
-                base = None if start == 0 else total
-                product(base, hidden_grad if last else total, head.weight[start:stop], for_weight=False)
-                if last:
-                    hidden_grad_ready(hidden_grad)
-            if weight_grad is not None:
-                part = weight_grad[start:stop]
-                product(part if accumulate else None, part, hidden, for_weight=True)
-    elif hidden_grad is not None:
-        hidden_grad_ready(hidden_grad)
+class _DenseRun:
+    """The launches on one slice, with what all slices share."""
+
+    def __init__(self, hidden, head: Head, target, lse, rows: RowGradients, n_rows, row_index, predicate, tiles):
+        self.hidden, self.head, self.target, self.lse, self.rows = hidden, head, target, lse, rows
+        self.n_rows, self.row_index, self.predicate = n_rows, row_index, predicate
+        self.n, self.d = hidden.shape
+        self.dtype = compute_dtype(hidden, head)
+        self.unit = gradient_unit(rows, self.dtype)
+        self.scale = scale_tensor(head)
+        self.programs = multiprocessors(hidden.device)
+        self.for_gradient, self.for_product = tiles or (
+            launch_parameters("gradient", hidden.device, self.dtype),
+            launch_parameters("product", hidden.device, self.dtype),
+        )
+
+    def gradient(self, grad: Tensor, start: int, stop: int) -> None:
+        head, rows, t = self.head, self.rows, self.for_gradient
+        h = Source(self.hidden, t.block_m, t.block_k)
+        w = Source(head.weight[start:stop], t.block_n, t.block_k)
+        gradient_kernel[(self.programs,)](
+            h.source, w.source, _part(head.bias, start, stop), self.scale, _part(head.column_weight, start, stop),
+            self.target, self.lse, rows.softmax, rows.target, rows.softmax_logit, rows.constant, self.unit, self.n_rows,
+            self.predicate, grad, self.n, stop - start, start, h.stride_row, h.stride_col, w.stride_row, w.stride_col,
+            grad.stride(0), head.softcap or 1.0, self.programs,
+            D=self.d, HAS_SOFTCAP=head.softcap is not None, BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k,
+            TMA_HIDDEN=h.tma, TMA_WEIGHT=w.tma, DTYPE=TL_DTYPE[self.dtype], PRECISION="ieee",
+            num_warps=t.num_warps, num_stages=t.num_stages,
+        )  # fmt: skip
+
+    def hidden_product(self, grad: Tensor, weight: Tensor, base: Tensor | None, out: Tensor, scatter: bool) -> None:
+        self._product(grad, weight, base, out, self.row_index if scatter else None, for_weight=False)
+
+    def weight_product(self, grad: Tensor, base: Tensor | None, out: Tensor) -> None:
+        self._product(grad, self.hidden, base, out, None, for_weight=True)
+
+    def _product(self, grad, factor, base, out, row_index, for_weight: bool) -> None:
+        t = self.for_product
+        g = Source(grad, *((t.block_k, t.block_m) if for_weight else (t.block_m, t.block_k)))
+        f = Source(factor, t.block_k, t.block_n)
+        product_kernel[(self.programs,)](
+            g.source, f.source, base, out, row_index, self.unit, self.n_rows, self.predicate, self.n, grad.shape[1],
+            factor.shape[0], grad.stride(0), f.stride_row, f.stride_col, self.programs,
+            D=self.d, FOR_WEIGHT=for_weight, BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k,
+            TMA_GRAD=g.tma, TMA_FACTOR=f.tma, DTYPE=TL_DTYPE[self.dtype], PRECISION="ieee",
+            num_warps=t.num_warps, num_stages=t.num_stages,
+        )  # fmt: skip
+
+    def column_sum(self, grad: Tensor, out: Tensor) -> None:
+        width = grad.shape[1]
+        column_sum_kernel[(triton.cdiv(width, 64),)](
+            grad, out, self.unit, self.n_rows, self.predicate, self.n, width, grad.stride(0), BLOCK_M=64, BLOCK_N=64
+        )
+
+
+def _end_of(storage: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    """The last `numel` numbers of `dtype` that fit into a tensor's memory, 16-byte aligned."""
+    raw = storage.view(-1).view(torch.uint8)
+    start = (raw.shape[0] - numel * dtype.itemsize) // 16 * 16
+    return raw[start : start + numel * dtype.itemsize].view(dtype)
+
+
+def _padded(width: int) -> int:
+    """Row stride of G: TMA wants multiples of 16 bytes."""
+    return triton.cdiv(width, 16) * 16
 
 
 def _part(per_column: Tensor | None, start: int, stop: int) -> Tensor | None:

@@ -87,6 +87,7 @@ def packed_backward(
     rows: RowGradients,
     *,
     n_rows: Tensor | None,
+    row_index: Tensor | None,
     policy: Policy,
     marks: Marks,
     hidden_grad: bool,
@@ -127,7 +128,7 @@ def packed_backward(
         if main_grad is None or total.dtype != torch.float32:
             sums = torch.zeros(n_columns, d, dtype=torch.float32, device=device)
     layout = _layout(marks.bits, n_rows, n, n_columns, d, dtype, d_weight if in_place else None)
-    work = _Work(hidden, head, target, lse, rows, n_rows, policy, marks, layout, dtype)
+    work = _Work(hidden, head, target, lse, rows, n_rows, row_index, policy, marks, layout, dtype)
 
     for r in range(layout.plan.shape[0]):
         work.gradient(r)
@@ -218,8 +219,9 @@ def _layout(bits, n_rows, n, n_columns, d, dtype, storage) -> _Layout:
 class _Work:
     """The lists of one backward and the kernels that run on them, a round at a time."""
 
-    def __init__(self, hidden, head, target, lse, rows, n_rows, policy, marks, layout, dtype):
+    def __init__(self, hidden, head, target, lse, rows, n_rows, row_index, policy, marks, layout, dtype):
         self.hidden, self.head, self.target, self.lse, self.rows = hidden, head, target, lse, rows
+        self.row_index = row_index
         self.n_rows, self.policy, self.marks, self.layout = n_rows, policy, marks, layout
         self.n, self.d = hidden.shape
         self.n_columns = head.weight.shape[0]
@@ -281,7 +283,7 @@ class _Work:
         at = self.layout
         packed_hidden_grad_kernel[(at.programs,)](
             self.head.weight, at.storage, at.extra, self.unit, at.plan[r], at.block_start, self.kept_counts,
-            self.kept_pair, self.kept_column, self.n_rows, self.constant, self.constant_weight, out, self.n,
+            self.kept_pair, self.kept_column, self.n_rows, self.row_index, self.constant, self.constant_weight, out, self.n,
             self.head.weight.stride(0), at.n_groups, D=self.d, GROUPS=at.groups_pow2, PROGRAMS=at.programs,
             PRECISION=self.precision, **HIDDEN_BLOCKS[self.half],
         )  # fmt: skip

@@ -51,6 +51,7 @@ def local_backward(
     rows: RowGradients,
     *,
     n_rows: Tensor | None = None,
+    row_index: Tensor | None = None,
     hidden_policy: Policy | None = None,
     weight_policy: Policy | None = None,
     bias_grad: bool = False,
@@ -59,7 +60,10 @@ def local_backward(
     hidden_grad_dtype: torch.dtype,
     hidden_grad_ready: HiddenGradReady,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dE (handed to `hidden_grad_ready` too), dC or None when main_grad took it, dbias. None policy: not wanted."""
+    """dE (handed to `hidden_grad_ready` too), dC or None when main_grad took it, dbias. None policy: not wanted.
+
+    Row i of dE is written to row_index[i], and rows that do not count to nowhere: they are 0.
+    """
     if hidden.stride(-1) != 1:
         hidden = hidden.contiguous()
     if head.weight.stride(-1) != 1:
@@ -70,7 +74,7 @@ def local_backward(
         for policy in dict.fromkeys(p for p in (hidden_policy, weight_policy) if p is not None):
             results.update(
                 _backward(
-                    policy, hidden, head, target, lse, rows, n_rows=n_rows, marks=marks,
+                    policy, hidden, head, target, lse, rows, n_rows=n_rows, row_index=row_index, marks=marks,
                     hidden_grad=policy == hidden_policy, weight_grad=policy == weight_policy,
                     bias_grad=bias_grad and policy == bias_policy, main_grad=main_grad,
                     hidden_grad_dtype=hidden_grad_dtype, hidden_grad_ready=hidden_grad_ready,
@@ -80,27 +84,27 @@ def local_backward(
 
 
 def _backward(
-    policy, hidden, head, target, lse, rows, *, n_rows, marks, hidden_grad, weight_grad, bias_grad, main_grad,
+    policy, hidden, head, target, lse, rows, *, n_rows, row_index, marks, hidden_grad, weight_grad, bias_grad, main_grad,
     hidden_grad_dtype, hidden_grad_ready,
 ) -> dict[str, Tensor | None]:  # fmt: skip
     """The wanted ones of "hidden", "weight" (None when main_grad took it) and "bias" under one policy."""
     # With a softcap, label smoothing's constant is no longer the same for all columns, and never sparse.
     smoothed = rows.constant is not None and head.softcap is not None
     if policy.kind == "exact" or smoothed:
-        made = _exact(hidden, head, target, lse, rows, n_rows, hidden_grad, weight_grad, bias_grad, main_grad,
+        made = _exact(hidden, head, target, lse, rows, n_rows, row_index, hidden_grad, weight_grad, bias_grad, main_grad,
                       hidden_grad_dtype, hidden_grad_ready)  # fmt: skip
     else:
         made = packed_backward(
-            hidden, head, target, lse, rows, n_rows=n_rows, policy=policy, marks=marks, hidden_grad=hidden_grad,
+            hidden, head, target, lse, rows, n_rows=n_rows, row_index=row_index, policy=policy, marks=marks, hidden_grad=hidden_grad,
             weight_grad=weight_grad, bias_grad=bias_grad, main_grad=main_grad, hidden_grad_dtype=hidden_grad_dtype,
             hidden_grad_ready=hidden_grad_ready,
-            dense_backward=_fallback(hidden, head, target, lse, rows, n_rows, main_grad is not None),
+            dense_backward=_fallback(hidden, head, target, lse, rows, n_rows, row_index, main_grad is not None),
         )  # fmt: skip
     wanted = {"hidden": hidden_grad, "weight": weight_grad, "bias": bias_grad}
     return {name: value for (name, is_wanted), value in zip(wanted.items(), made, strict=True) if is_wanted}
 
 
-def _exact(hidden, head, target, lse, rows, n_rows, hidden_grad, weight_grad, bias_grad, main_grad, hidden_grad_dtype,
+def _exact(hidden, head, target, lse, rows, n_rows, row_index, hidden_grad, weight_grad, bias_grad, main_grad, hidden_grad_dtype,
            hidden_grad_ready):  # fmt: skip
     device = hidden.device
     # Rows that do not count are never written.
@@ -111,14 +115,14 @@ def _exact(hidden, head, target, lse, rows, n_rows, hidden_grad, weight_grad, bi
         d_weight = make(head.weight.shape, dtype=head.weight.dtype, device=device)
     d_bias = torch.zeros(head.weight.shape[0], device=device) if bias_grad else None
     dense_backward(
-        hidden, head, target, lse, rows, n_rows=n_rows, hidden_grad=d_hidden,
+        hidden, head, target, lse, rows, n_rows=n_rows, row_index=row_index, hidden_grad=d_hidden,
         weight_grad=main_grad if weight_grad and main_grad is not None else d_weight, accumulate=main_grad is not None,
-        bias_grad=d_bias, hidden_grad_ready=hidden_grad_ready,
+        bias_grad=d_bias, hidden_grad_ready=hidden_grad_ready, storage=d_weight,
     )  # fmt: skip
     return d_hidden, d_weight, d_bias
 
 
-def _fallback(hidden, head, target, lse, rows, n_rows, accumulate: bool):
+def _fallback(hidden, head, target, lse, rows, n_rows, row_index, accumulate: bool):
     """The dense backward as the packed one starts it: always launched, idle unless the device says otherwise.
 
     dE is summed for FALLBACK_ROWS tokens at a time, apart from dC: that recomputes the logits twice, but the sums
@@ -126,17 +130,21 @@ def _fallback(hidden, head, target, lse, rows, n_rows, accumulate: bool):
     """
 
     def run(dense: Tensor, d_hidden: Tensor | None, d_weight: Tensor | None, d_bias: Tensor | None) -> None:
+        storage = None if accumulate else d_weight
         for start in range(0, hidden.shape[0] if d_hidden is not None else 0, FALLBACK_ROWS):
             part = slice(start, start + FALLBACK_ROWS)
             count = None if n_rows is None else (n_rows - start).clamp(min=0)
             some = RowGradients(*(None if g is None else g[part] for g in vars(rows).values()))
             dense_backward(
-                hidden[part], head, target[part], lse[part], some, n_rows=count, hidden_grad=d_hidden[part],
-                weight_grad=None, accumulate=False, bias_grad=None, hidden_grad_ready=_nobody, predicate=dense,
+                hidden[part], head, target[part], lse[part], some, n_rows=count,
+                row_index=None if row_index is None else row_index[part],
+                hidden_grad=d_hidden[part] if row_index is None else d_hidden,
+                weight_grad=None, accumulate=False, bias_grad=None, hidden_grad_ready=_nobody, storage=storage,
+                predicate=dense,
             )  # fmt: skip
         dense_backward(
-            hidden, head, target, lse, rows, n_rows=n_rows, hidden_grad=None, weight_grad=d_weight,
-            accumulate=accumulate, bias_grad=d_bias, hidden_grad_ready=_nobody, predicate=dense,
+            hidden, head, target, lse, rows, n_rows=n_rows, row_index=None, hidden_grad=None, weight_grad=d_weight,
+            accumulate=accumulate, bias_grad=d_bias, hidden_grad_ready=_nobody, storage=storage, predicate=dense,
         )  # fmt: skip
 
     return run

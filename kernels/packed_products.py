@@ -29,6 +29,7 @@ def packed_hidden_grad_kernel(
     kept_pair_ptr,  # [pairs of a round]
     kept_column_ptr,  # [pairs of a round]
     n_rows_ptr,  # [1] or None
+    row_index_ptr,  # [N] int64 where row i belongs in out, or None
     constant_ptr,  # [N] or None: adds constant (x) constant_weight
     constant_weight_ptr,  # [D] or None
     out_ptr,  # [N, D]
@@ -78,7 +79,10 @@ def packed_hidden_grad_kernel(
         if constant_ptr is not None:
             constant = tl.load(constant_ptr + rows, mask=rows < n, other=0.0)
             acc += constant[:, None] * tl.load(constant_weight_ptr + offs_d, mask=in_d, other=0.0)[None, :]
-        out = out_ptr + rows.to(tl.int64)[:, None] * D + offs_d[None, :]
+        to = rows.to(tl.int64)
+        if row_index_ptr is not None:
+            to = tl.load(row_index_ptr + rows, mask=rows < n, other=0)
+        out = out_ptr + to[:, None] * D + offs_d[None, :]
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(rows < n)[:, None] & in_d[None, :])
 
 

@@ -41,11 +41,13 @@ def load_tile(
 ):
     """source[row : row + ROWS, col : col + COLS], 0 beyond [n_rows, n_cols]."""
     if TMA:
-        return source.load([row, col])
-    offs_row = row + tl.arange(0, ROWS)
-    offs_col = col + tl.arange(0, COLS)
-    at = offs_row.to(tl.int64)[:, None] * stride_row + offs_col.to(tl.int64)[None, :] * stride_col
-    return tl.load(source + at, mask=(offs_row < n_rows)[:, None] & (offs_col < n_cols)[None, :], other=0.0)
+        tile = source.load([row, col])
+    else:
+        offs_row = row + tl.arange(0, ROWS)
+        offs_col = col + tl.arange(0, COLS)
+        at = offs_row.to(tl.int64)[:, None] * stride_row + offs_col.to(tl.int64)[None, :] * stride_col
+        tile = tl.load(source + at, mask=(offs_row < n_rows)[:, None] & (offs_col < n_cols)[None, :], other=0.0)
+    return tile
 
 
 @triton.jit
@@ -64,9 +66,10 @@ def logits_of(product, bias, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 @triton.jit
 def load_scale(scale_ptr):
     """The scale of the logits, or None."""
-    if scale_ptr is None:
-        return None
-    return tl.load(scale_ptr).to(tl.float32)
+    scale = None
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr).to(tl.float32)
+    return scale
 
 
 @triton.jit

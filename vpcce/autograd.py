@@ -198,11 +198,14 @@ def head_stats_backward_op(
     )
     scale_part: list[Tensor] = []
 
+    on_device = rows.count is not None  # then the backend itself writes dE in the order of the tokens
+
     def hidden_grad_ready(part: Tensor) -> None:
         if "s" in needs:  # before the reduction consumes the part
-            scale_part.append((part.to(lse.dtype) * tokens.to(lse.dtype)).sum())
+            in_order = part[rows.index] if on_device else part
+            scale_part.append((in_order.to(lse.dtype) * tokens.to(lse.dtype)).sum())
         if "h" in needs:
-            reduction(rows.spread(part))
+            reduction(part if on_device else rows.spread(part))
 
     n_valid = how.n_valid
     into = None if main_grad is None else main_grad[:n_valid]
@@ -210,6 +213,7 @@ def head_stats_backward_op(
     _, weight_grad, bias_grad = _backend(hidden).local_backward(
         tokens, head, _local_target(rows.take(target), how, rows), lse_rows, upstream,
         n_rows=rows.count,
+        row_index=rows.index if on_device else None,
         hidden_policy=hidden_policy if want_hidden else None,
         weight_policy=weight_policy if "w" in needs else None,
         bias_grad="b" in needs or ("s" in needs and bias is not None),

@@ -85,6 +85,7 @@ def local_backward(
     rows: RowGradients,
     *,
     n_rows: Tensor | None = None,
+    row_index: Tensor | None = None,
     hidden_policy: Policy | None = None,
     weight_policy: Policy | None = None,
     bias_grad: bool = False,
