@@ -254,7 +254,8 @@ def forward_stats(
     bits = thresholds = None
     n_words = 0
     if sampling is not None:
-        bits = torch.empty(marks_shape(n, n_columns), dtype=torch.int32, device=device)
+        # Row blocks without tokens are not visited, and nothing in them is marked.
+        bits = torch.zeros(marks_shape(n, n_columns), dtype=torch.int32, device=device)
         n_words = bits.shape[1]
         thresholds = coin_thresholds(sampling.seed, sampling.eps, n, head.start, n_columns)
     h = Source(hidden, tile.block_m, tile.block_k)

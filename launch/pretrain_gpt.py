@@ -30,7 +30,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import checkpoint
 import corpus
@@ -52,6 +52,7 @@ class Trainer:
         run, sequence = settings.run, settings.model.sequence_length
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=settings.parallelism.tensor)
         self.settings, self.step = settings, 0
+        self.last = run.steps if run.stop_after is None else min(run.steps, run.stop_after)
         self.device = torch.device("cpu" if on_cpu else "cuda")
         self.group = parallel_state.get_data_parallel_group()
         self.replica, self.replicas = dist.get_rank(self.group), dist.get_world_size(self.group)
@@ -152,7 +153,6 @@ class Trainer:
         from tqdm import tqdm
 
         run, first = self.settings.run, self.step
-        last = run.steps if run.stop_after is None else min(run.steps, run.stop_after)
         is_writer = dist.get_rank() == 0
         bar = tqdm(
             total=run.steps,
@@ -171,13 +171,13 @@ class Trainer:
                 losses[record["kind"]] = f"{record['loss']:.4f}"
                 bar.set_postfix(losses, refresh=False)
 
-            while self.step < last:
+            while self.step < self.last:
                 self.head_memory.armed = self.step == first + 1  # once, when buffers have their size
                 write(self.train_step())
                 bar.update()
-                if self.step == last or (run.validate_every and self.step % run.validate_every == 0):
+                if self.step == self.last or (run.validate_every and self.step % run.validate_every == 0):
                     write(self.validate())
-                if self.step == last or (run.save_every and self.step % run.save_every == 0):
+                if self.step == self.last or (run.save_every and self.step % run.save_every == 0):
                     self.state.save(self.step)
         bar.close()
         self.finish(is_writer)
@@ -191,7 +191,7 @@ class Trainer:
         steady = self.seconds[2:] or self.seconds  # the first steps allocate and are measured
         summary = {
             "tokens_per_second": (
-                run.global_batch * self.settings.model.sequence_length / statistics.median(steady) if steady else None
+                run.global_batch * self.settings.model.sequence_length / statistics.median(steady)
             ),
             "head_peak_bytes": max(peaks) if peaks else None,
             "head": gpt.head_sizes(self.settings),
@@ -216,6 +216,27 @@ def start(settings: settings_module.Settings) -> bool:
     return on_cpu
 
 
+def prepare(config: str, overrides: list[str], resume: bool) -> Trainer:
+    """The trainer of this rank, at the step where training starts."""
+    settings = settings_module.load(config, overrides)
+    trainer = Trainer(settings, start(settings))
+    if resume:
+        trainer.step = trainer.state.load()
+        if trainer.step >= trainer.last:
+            raise ValueError(f"{settings.run.name} is at step {trainer.step} already; raise run.steps to go on")
+    elif dist.get_rank() == 0:
+        trainer.folder.mkdir(parents=True, exist_ok=True)
+        (trainer.folder / "metrics.jsonl").write_text("")
+    dist.barrier()
+    return trainer
+
+
+def leave(message: str) -> NoReturn:
+    """Ends this process at once: an orderly exit would wait for ranks that may be gone."""
+    print(message, file=sys.stderr, flush=True)
+    os._exit(1)
+
+
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -227,32 +248,19 @@ def main(arguments: list[str]) -> None:
     warnings.filterwarnings("ignore")  # Megatron's, about optional packages and its own deprecations
     logging.getLogger("megatron").setLevel(logging.ERROR)
 
-    rank, trainer = int(os.environ.get("RANK", "0")), None
+    rank = int(os.environ.get("RANK", "0"))
     try:
-        settings = settings_module.load(options.config, options.overrides)
-        on_cpu = start(settings)
-        trainer = Trainer(settings, on_cpu)
-        if options.resume:
-            trainer.step = trainer.state.load()
-        elif rank == 0:
-            trainer.folder.mkdir(parents=True, exist_ok=True)
-            (trainer.folder / "metrics.jsonl").write_text("")
-        dist.barrier()
+        trainer = prepare(options.config, options.overrides, options.resume)
+    except ValueError as error:  # every rank found the same mistake in what it was asked to do
+        if rank:
+            time.sleep(5)  # the first to leave makes torchrun end the others: let rank 0 speak
+        leave(f"pretrain_gpt: {error}")
+    except Exception as error:
+        leave(f"{traceback.format_exc()}pretrain_gpt: rank {rank} failed to start: {error}")
+    try:
         trainer.train()
     except Exception as error:
-        if trainer is not None:
-            traceback.print_exc()
-            where = f" at step {trainer.step + 1}"
-            print(f"pretrain_gpt: rank {rank} failed{where}: {type(error).__name__}: {error}", file=sys.stderr)
-        elif isinstance(error, ValueError):  # every rank found the same mistake in the settings
-            if rank:
-                time.sleep(5)  # the first to leave makes torchrun end the others: let rank 0 speak
-            print(f"pretrain_gpt: {error}", file=sys.stderr)
-        else:
-            traceback.print_exc()
-            print(f"pretrain_gpt: rank {rank} failed to start: {error}", file=sys.stderr)
-        sys.stderr.flush()
-        os._exit(1)  # an orderly exit would wait for ranks that may be gone
+        leave(f"{traceback.format_exc()}pretrain_gpt: rank {rank} failed at step {trainer.step + 1}: {error}")
     dist.destroy_process_group()
 
 
