@@ -38,25 +38,33 @@ def free_memory():
         torch.cuda.empty_cache()
 
 
-def _call_ms(f: Callable[[], object]) -> float:
+def call_ms(f: Callable[[], object], repeats: int = 1) -> list[float]:
+    """Milliseconds of each of `repeats` calls, enqueued without waiting in between, as a training step does.
+
+    The host runs ahead of the device, so its own work shows only where it is the slower of the two.
+    """
     if not torch.cuda.is_available():
-        start = time.perf_counter()
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            f()
+            times.append((time.perf_counter() - start) * 1e3)
+        return times
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for event in events[1:]:
         f()
-        return (time.perf_counter() - start) * 1e3
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    f()
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop)
+        event.record()
+    events[-1].synchronize()
+    return [start.elapsed_time(stop) for start, stop in zip(events, events[1:], strict=False)]
 
 
 def median_ms(f: Callable[[], object], budget_s: float) -> float:
     """Median time of a call; `f` has run before."""
-    first = _call_ms(f)
+    first = call_ms(f)[0]
     repeats = int(budget_s * 1e3 / max(first, 1e-3))
     repeats = min(max(repeats, MIN_REPEATS), MAX_REPEATS)
-    return statistics.median(_call_ms(f) for _ in range(repeats))
+    return statistics.median(call_ms(f, repeats + 1)[1:])
 
 
 def peak_mb(f: Callable[[], object]) -> float | None:
