@@ -223,7 +223,7 @@ def prepare(config: str, overrides: list[str], resume: bool) -> Trainer:
     if resume:
         trainer.step = trainer.state.load()
         if trainer.step >= trainer.last:
-            raise ValueError(f"{settings.run.name} is at step {trainer.step} already; raise run.steps to go on")
+            raise ValueError(f"{settings.run.name} is at step {trainer.step} already; raise run.steps or run.stop_after")
     elif dist.get_rank() == 0:
         trainer.folder.mkdir(parents=True, exist_ok=True)
         (trainer.folder / "metrics.jsonl").write_text("")
