@@ -23,7 +23,7 @@ run() { # name, command: go on after a failure, and remember it
     summaries+=("$(printf '%-24s exit %s   %s' "$name" "$code" "$(tail -n 1 "$log")")")
     rm -f "$log"
 }
-pytest() { "$python" -m pytest -q -rfE -p no:cacheprovider -n 2 "$@"; }
+pytest() { "$python" -m pytest -q -rfEs -p no:cacheprovider -n 2 "$@"; }
 
 run "ruff" "$python" -m ruff check --no-cache .
 run "tests" pytest -m "not gpu and not interpreter and not megatron"

@@ -148,8 +148,7 @@ def test_kernel_tests_are_marked_for_one_of_the_runs():
 
 def test_scripts_say_what_is_missing(tmp_path):
     """A python without venv, and none at all, end with advice and leave no half-made .venv."""
-    bash = "cd {root}; python={tmp}/.venv/bin/python; source {root}/launch/environment.sh; cd {tmp}; make_environment"
-    script = bash.format(root=ROOT, tmp=tmp_path)
+    script = f"cd {tmp_path}; source {ROOT}/launch/environment.sh; make_environment"
 
     def said(python_command: str) -> str:
         environment = os.environ | {"PYTHON": python_command}
