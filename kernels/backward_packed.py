@@ -39,7 +39,9 @@ SUPER_BLOCK = 4  # row blocks that share a coin
 MAX_ROUNDS = 12
 ARENA_BYTES = 40 << 20  # G of one round, where it has memory of its own
 EXTRA_BYTES = 24 << 20  # G behind dC's storage: the last group's has no later columns to lie in
-GROUP_COLUMNS = 16384
+LARGE_GROUP = 16384
+SMALL_GROUP = 4096  # below LARGE_VOCABULARY columns are kept more densely, and the last group's G must fit in `extra`
+LARGE_VOCABULARY = 100_000
 SLAB_COLUMNS = 8192  # one part of the ring in `packed_stream` is a slab times BLOCK_D of D
 LIST_BLOCK = 64  # words that a list kernel expands at a time
 MAX_DENSITY = 0.35  # of marked pairs, above it the dense product is cheaper
@@ -59,7 +61,8 @@ class _Layout:
     n_groups: int
     n_slabs: int
     slab_columns: int
-    programs: int
+    group_columns: int
+    processors: int
     plan: Tensor  # [rounds, PLAN_FIELDS] int64
     dense: Tensor  # [1] int32
     start: Tensor  # [row blocks, groups] int64
@@ -72,11 +75,16 @@ class _Layout:
 
     @property
     def group_words(self) -> int:
-        return GROUP_COLUMNS // 32
+        return self.group_columns // 32
 
     @property
     def groups_pow2(self) -> int:
         return triton.next_power_of_2(self.n_groups)
+
+    def launch(self, blocks: dict) -> tuple[int, dict]:
+        """Number of programs and launch parameters of one of the tables below."""
+        parameters = dict(blocks)
+        return self.processors * parameters.pop("per_processor"), parameters
 
 
 def packed_backward(
@@ -158,10 +166,11 @@ def _layout(bits, n_rows, n, n_columns, d, dtype, storage) -> _Layout:
     device = bits.device
     n_blocks, n_words = bits.shape
     n_super = triton.cdiv(n_blocks, SUPER_BLOCK)
-    n_groups = triton.cdiv(n_columns, GROUP_COLUMNS)
+    group_columns = LARGE_GROUP if n_columns >= LARGE_VOCABULARY else SMALL_GROUP
+    n_groups = triton.cdiv(n_columns, group_columns)
     every_pair = n_blocks * n_columns
     row_bytes = ROW_BLOCK * dtype.itemsize
-    slab_columns = min(SLAB_COLUMNS, max(triton.next_power_of_2(n_columns), WORD_TILE))
+    slab_columns = min(SLAB_COLUMNS, group_columns, max(triton.next_power_of_2(n_columns), WORD_TILE))
     if storage is not None:
         n_rounds = 1
         extra_rows = min(EXTRA_BYTES // row_bytes, every_pair)
@@ -178,7 +187,7 @@ def _layout(bits, n_rows, n, n_columns, d, dtype, storage) -> _Layout:
     dense = torch.empty(1, dtype=torch.int32, device=device)
     extra = torch.empty(max(extra_rows, 1) * ROW_BLOCK, dtype=dtype, device=device)
     pack.count_kernel[(n_groups, n_blocks)](
-        bits, n_rows, counts, n_words, n_columns, GROUP_WORDS=GROUP_COLUMNS // 32, num_warps=4
+        bits, n_rows, counts, n_words, n_columns, GROUP_WORDS=group_columns // 32, num_warps=4
     )
     if storage is not None:
         ordered = counts.T.contiguous().view(-1)
@@ -186,7 +195,7 @@ def _layout(bits, n_rows, n, n_columns, d, dtype, storage) -> _Layout:
         start = (end - ordered).view(n_groups, -1).T.contiguous()
         pack.plan_in_place_kernel[(1,)](
             start, end[-1:], plan, dense, n_blocks, n_groups, n_columns, capacity, storage_rows, extra_rows, row_bytes,
-            d * storage.element_size(), GROUP=GROUP_COLUMNS, GROUPS=triton.next_power_of_2(n_groups), num_warps=4,
+            d * storage.element_size(), GROUP=group_columns, GROUPS=triton.next_power_of_2(n_groups), num_warps=4,
         )  # fmt: skip
     else:
         ordered = counts.view(n_super, SUPER_BLOCK, n_groups).transpose(1, 2).contiguous()
@@ -203,7 +212,8 @@ def _layout(bits, n_rows, n, n_columns, d, dtype, storage) -> _Layout:
         n_groups=n_groups,
         n_slabs=triton.cdiv(n_columns, slab_columns),
         slab_columns=slab_columns,
-        programs=_programs(device),
+        group_columns=group_columns,
+        processors=_processors(device),
         plan=plan,
         dense=dense,
         start=start.view(-1, n_groups),
@@ -257,44 +267,47 @@ class _Work:
         """G of the round's pairs, and the lists of those that stay."""
         at, rows, head = self.layout, self.rows, self.head
         plan = at.plan[r]
-        packed_gradient_kernel[(at.programs,)](
+        programs, blocks = at.launch(GRADIENT_BLOCKS[self.half])
+        packed_gradient_kernel[(programs,)](
             self.hidden, head.weight, head.bias, self.target, self.lse, rows.softmax, rows.target, rows.softmax_logit,
             self.n_rows, self.marks.seed, self.scale, self.unit, at.start, at.counts, plan, self.list, self.keep,
             at.storage, at.extra, self.n, self.hidden.stride(0), head.weight.stride(0), head.start, at.n_groups,
             self.policy.eps, head.softcap or 0.0, D=self.d, HAS_SOFTCAP=head.softcap is not None,
-            PROGRAMS=at.programs, PRECISION=self.precision, **GRADIENT_BLOCKS[self.half],
+            PROGRAMS=programs, PRECISION=self.precision, **blocks,
         )  # fmt: skip
-        pack.keep_kernel[(at.programs * 4,)](
+        pack.keep_kernel[(at.processors * 4,)](
             self.marks.bits, self.word_start, self.keep, plan, self.kept_bits, self.kept_counts, self.n_words,
-            self.n_columns, at.n_groups, GROUP_WORDS=at.group_words, BLOCK=LIST_BLOCK, PROGRAMS=at.programs * 4, num_warps=4,
+            self.n_columns, at.n_groups, GROUP_WORDS=at.group_words, BLOCK=LIST_BLOCK, PROGRAMS=at.processors * 4, num_warps=4,
         )  # fmt: skip
-        pack.kept_list_kernel[(at.programs * 4,)](
+        pack.kept_list_kernel[(at.processors * 4,)](
             self.marks.bits, self.kept_bits, self.word_start, at.block_start, self.kept_counts, plan, self.kept_pair,
             self.kept_column, self.n_words, self.n_columns, at.n_groups, GROUP_WORDS=at.group_words,
-            GROUPS=at.groups_pow2, BLOCK=LIST_BLOCK, PROGRAMS=at.programs * 4, num_warps=4,
+            GROUPS=at.groups_pow2, BLOCK=LIST_BLOCK, PROGRAMS=at.processors * 4, num_warps=4,
         )  # fmt: skip
-        pack.union_kernel[(at.programs * 4,)](
+        pack.union_kernel[(at.processors * 4,)](
             self.kept_bits, at.start, plan, self.union, self.union_start, self.union_count, self.touched, self.n_words,
-            at.n_groups, at.n_slabs, GROUP_WORDS=at.group_words, SLAB_WORDS=at.slab_columns // 32, PROGRAMS=at.programs * 4,
+            at.n_groups, at.n_slabs, GROUP_WORDS=at.group_words, SLAB_WORDS=at.slab_columns // 32, PROGRAMS=at.processors * 4,
             num_warps=4,
         )  # fmt: skip
 
     def hidden_grad(self, r: int, out: Tensor) -> None:
         at = self.layout
-        packed_hidden_grad_kernel[(at.programs,)](
+        programs, blocks = at.launch(HIDDEN_BLOCKS[self.half])
+        packed_hidden_grad_kernel[(programs,)](
             self.head.weight, at.storage, at.extra, self.unit, at.plan[r], at.block_start, self.kept_counts,
             self.kept_pair, self.kept_column, self.n_rows, self.row_index, self.constant, self.constant_weight, out, self.n,
-            self.head.weight.stride(0), at.n_groups, D=self.d, GROUPS=at.groups_pow2, PROGRAMS=at.programs,
-            PRECISION=self.precision, **HIDDEN_BLOCKS[self.half],
+            self.head.weight.stride(0), at.n_groups, D=self.d, GROUPS=at.groups_pow2, PROGRAMS=programs,
+            PRECISION=self.precision, **blocks,
         )  # fmt: skip
 
     def weight_grad(self, r: int, out: Tensor) -> None:
         at = self.layout
-        packed_weight_grad_kernel[(at.programs,)](
+        programs, blocks = at.launch(WEIGHT_BLOCKS[self.half])
+        packed_weight_grad_kernel[(programs,)](
             self.hidden, at.storage, at.extra, self.unit, at.plan[r], self.marks.bits, self.kept_bits, self.word_start,
             self.union, self.union_start, self.union_count, self.n_rows, out, self.n, self.hidden.stride(0),
-            out.stride(0), self.n_words, at.n_slabs, D=self.d, PROGRAMS=at.programs,
-            ATOMIC=not self.policy.deterministic, PRECISION=self.precision, **WEIGHT_BLOCKS[self.half],
+            out.stride(0), self.n_words, at.n_slabs, D=self.d, PROGRAMS=programs,
+            ATOMIC=not self.policy.deterministic, PRECISION=self.precision, **blocks,
         )  # fmt: skip
 
     def weight_grad_stream(self, out: Tensor) -> None:
@@ -304,13 +317,14 @@ class _Work:
         n_parts = at.n_slabs * triton.cdiv(self.d, block_d)
         ring = torch.zeros(STREAM_RING, at.slab_columns, block_d, dtype=torch.float32, device=device)
         counters = torch.zeros(1 + 2 * n_parts, dtype=torch.int32, device=device)
-        packed_stream_kernel[(at.programs,)](
+        programs, blocks = at.launch(STREAM_BLOCKS)
+        packed_stream_kernel[(programs,)](
             self.hidden, at.storage, at.extra, self.unit, at.dense, at.plan[0], self.marks.bits, self.kept_bits,
             self.word_start, self.union, self.union_start, self.union_count, self.touched, self.n_rows,
             self.constant_hidden, self.head.column_weight, ring, counters, counters[1:], counters[1 + n_parts :], out,
             self.n, self.hidden.stride(0), self.n_words, at.n_slabs, self.n_columns, at.n_super, D=self.d,
             SLAB=at.slab_columns, RING=STREAM_RING, LAG=STREAM_LAG, SLOTS=4, ROUND_ROWS=min(512, at.slab_columns),
-            ROUND_STEP=32, **STREAM_BLOCKS,
+            ROUND_STEP=32, **blocks,
         )  # fmt: skip
 
     def bias_grad(self, r: int, out: Tensor) -> None:
@@ -352,19 +366,19 @@ class _Work:
 
 # Tile sizes by half precision or fp32. fp32 products do not use tensor cores; their tiles only bound shared memory.
 GRADIENT_BLOCKS = {
-    True: dict(BLOCK_N=128, BLOCK_K=64, num_warps=8, num_stages=4),
-    False: dict(BLOCK_N=64, BLOCK_K=32, num_warps=8, num_stages=2),
+    True: dict(BLOCK_N=128, BLOCK_K=64, num_warps=8, num_stages=4, per_processor=1),
+    False: dict(BLOCK_N=64, BLOCK_K=32, num_warps=8, num_stages=2, per_processor=2),
 }
 HIDDEN_BLOCKS = {
-    True: dict(BLOCK_K=64, BLOCK_D=256, num_warps=8, num_stages=3),
-    False: dict(BLOCK_K=32, BLOCK_D=64, num_warps=8, num_stages=2),
+    True: dict(BLOCK_K=64, BLOCK_D=256, num_warps=8, num_stages=3, per_processor=1),
+    False: dict(BLOCK_K=32, BLOCK_D=64, num_warps=8, num_stages=2, per_processor=2),
 }
 WEIGHT_BLOCKS = {
-    True: dict(BLOCK_N=128, BLOCK_K=64, BLOCK_D=256, num_warps=8, num_stages=3),
-    False: dict(BLOCK_N=64, BLOCK_K=32, BLOCK_D=64, num_warps=8, num_stages=2),
+    True: dict(BLOCK_N=128, BLOCK_K=64, BLOCK_D=256, num_warps=8, num_stages=3, per_processor=1),
+    False: dict(BLOCK_N=64, BLOCK_K=32, BLOCK_D=64, num_warps=8, num_stages=2, per_processor=2),
 }
 
-STREAM_BLOCKS = dict(BLOCK_N=128, BLOCK_K=64, BLOCK_D=256, num_warps=8, num_stages=3)
+STREAM_BLOCKS = dict(BLOCK_N=128, BLOCK_K=64, BLOCK_D=256, num_warps=8, num_stages=3, per_processor=1)
 STREAM_RING = 4
 STREAM_LAG = 2
 
@@ -388,7 +402,7 @@ def _unit(rows: RowGradients) -> Tensor:
     return torch.ldexp(torch.ones_like(largest), torch.frexp(torch.where(usable, largest, 1.0)).exponent)
 
 
-def _programs(device: torch.device) -> int:
+def _processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 2  # Triton's interpreter runs programs one after another
     return torch.cuda.get_device_properties(device).multi_processor_count

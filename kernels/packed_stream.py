@@ -138,6 +138,7 @@ def packed_stream_kernel(
                     touched = ((words >> ((column // 8) % 32)) & 1) != 0
                     at = part_ptr + row[:, None] * BLOCK_D + offs_part[None, :]
                     x = tl.load(at, mask=touched[:, None], other=0.0, cache_modifier=".cg")
+                    tl.debug_barrier()  # the store below need not give a thread the elements that it loaded
                     tl.store(at, tl.zeros((ROUND_STEP, BLOCK_D), tl.float32), mask=touched[:, None])
                     if constant_hidden_ptr is not None:
                         share = tl.load(constant_hidden_ptr + offs_d, mask=in_d, other=0.0)[None, :]
