@@ -5,8 +5,9 @@
     product    dE += G @ weight[slice], in fp32 over all slices, rounded once                       1 product
 
 G is the only workspace. While dC is being made, the part of its storage that no slice has reached yet is free: G lies
-at its end, so that early slices are wide and few, and WORKSPACE_BYTES serve only the last ones. p - onehot is formed in fp32 before G is rounded: rounding p first
-would lose a confident target's gradient altogether. No atomics: every result is bitwise repeatable.
+at its end, so that early slices are wide and few, and WORKSPACE_BYTES serve only the last ones. p - onehot is formed in
+fp32 before G is rounded: rounding p first would lose a confident target's gradient altogether. There are no atomics,
+every result is bitwise repeatable.
 
 Two numbers live on the device and are read by every kernel: how many rows count (row blocks of ignored tokens are
 skipped, and dC's product ends there), and, where this is the fallback of the sampled backward, whether to run at all.
@@ -93,7 +94,9 @@ def gradient_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in tl.range(0, D, BLOCK_K):
             h = load_tile(hidden, row, k, n, D, stride_hidden_row, stride_hidden_col, BLOCK_M, BLOCK_K, TMA_HIDDEN)
-            w = load_tile(weight, column, k, width, D, stride_weight_row, stride_weight_col, BLOCK_N, BLOCK_K, TMA_WEIGHT)
+            w = load_tile(
+                weight, column, k, width, D, stride_weight_row, stride_weight_col, BLOCK_N, BLOCK_K, TMA_WEIGHT
+            )
             acc = tl.dot(h.to(DTYPE), w.to(DTYPE).T, acc, input_precision=PRECISION)
         rows = row + tl.arange(0, BLOCK_M)
         columns = column + tl.arange(0, BLOCK_N)

@@ -91,7 +91,8 @@ def forward_kernel(
     if row_block * BLOCK_M >= n_counting:
         return
     scale = load_scale(scale_ptr)
-    rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = row_block * BLOCK_M
+    rows = row + tl.arange(0, BLOCK_M)
     counts = rows < n_counting
     m = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     s = tl.zeros((BLOCK_M,), tl.float32)
@@ -103,16 +104,15 @@ def forward_kernel(
     first_tile = split * tiles_per_split
     last_tile = tl.minimum(first_tile + tiles_per_split, tl.cdiv(n_columns, BLOCK_N))
     for tile in tl.range(first_tile, last_tile, flatten=True):
+        column = tile * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in tl.range(0, D, BLOCK_K):
-            h = load_tile(
-                hidden, row_block * BLOCK_M, k, n, D, stride_hidden_row, stride_hidden_col, BLOCK_M, BLOCK_K, TMA_HIDDEN
-            )
+            h = load_tile(hidden, row, k, n, D, stride_hidden_row, stride_hidden_col, BLOCK_M, BLOCK_K, TMA_HIDDEN)
             w = load_tile(
-                weight, tile * BLOCK_N, k, n_columns, D, stride_weight_row, stride_weight_col, BLOCK_N, BLOCK_K, TMA_WEIGHT
-            )  # fmt: skip
+                weight, column, k, n_columns, D, stride_weight_row, stride_weight_col, BLOCK_N, BLOCK_K, TMA_WEIGHT
+            )
             acc = tl.dot(h.to(DTYPE), w.to(DTYPE).T, acc, input_precision=PRECISION)
-        columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        columns = column + tl.arange(0, BLOCK_N)
         inside = columns < n_columns
         bias = None
         if bias_ptr is not None:

@@ -72,48 +72,41 @@ def local_backward(
     results: dict[str, Tensor | None] = {"hidden": None, "weight": None, "bias": None}
     with torch.cuda.device_of(hidden):
         for policy in dict.fromkeys(p for p in (hidden_policy, weight_policy) if p is not None):
-            results.update(
-                _backward(
-                    policy, hidden, head, target, lse, rows, n_rows=n_rows, row_index=row_index, marks=marks,
-                    hidden_grad=policy == hidden_policy, weight_grad=policy == weight_policy,
-                    bias_grad=bias_grad and policy == bias_policy, main_grad=main_grad,
-                    hidden_grad_dtype=hidden_grad_dtype, hidden_grad_ready=hidden_grad_ready,
-                )  # fmt: skip
-            )
+            wanted = {
+                "hidden": policy == hidden_policy,
+                "weight": policy == weight_policy,
+                "bias": bias_grad and policy == bias_policy,
+            }
+            # With a softcap, label smoothing's constant is no longer the same for all columns, and never sparse.
+            smoothed = rows.constant is not None and head.softcap is not None
+            shared = dict(
+                n_rows=n_rows, row_index=row_index, main_grad=main_grad, hidden_grad=wanted["hidden"],
+                weight_grad=wanted["weight"], bias_grad=wanted["bias"], hidden_grad_dtype=hidden_grad_dtype,
+                hidden_grad_ready=hidden_grad_ready,
+            )  # fmt: skip
+            if policy.kind == "exact" or smoothed:
+                made = _exact(hidden, head, target, lse, rows, **shared)
+            else:
+                fallback = _fallback(hidden, head, target, lse, rows, n_rows, row_index, main_grad is not None)
+                made = packed_backward(
+                    hidden, head, target, lse, rows, policy=policy, marks=marks, dense_backward=fallback, **shared
+                )
+            results.update((name, part) for name, part in zip(wanted, made, strict=True) if wanted[name])
     return results["hidden"], results["weight"], results["bias"]
 
 
-def _backward(
-    policy, hidden, head, target, lse, rows, *, n_rows, row_index, marks, hidden_grad, weight_grad, bias_grad, main_grad,
+def _exact(
+    hidden, head: Head, target, lse, rows, *, n_rows, row_index, main_grad, hidden_grad, weight_grad, bias_grad,
     hidden_grad_dtype, hidden_grad_ready,
-) -> dict[str, Tensor | None]:  # fmt: skip
-    """The wanted ones of "hidden", "weight" (None when main_grad took it) and "bias" under one policy."""
-    # With a softcap, label smoothing's constant is no longer the same for all columns, and never sparse.
-    smoothed = rows.constant is not None and head.softcap is not None
-    if policy.kind == "exact" or smoothed:
-        made = _exact(hidden, head, target, lse, rows, n_rows, row_index, hidden_grad, weight_grad, bias_grad, main_grad,
-                      hidden_grad_dtype, hidden_grad_ready)  # fmt: skip
-    else:
-        made = packed_backward(
-            hidden, head, target, lse, rows, n_rows=n_rows, row_index=row_index, policy=policy, marks=marks, hidden_grad=hidden_grad,
-            weight_grad=weight_grad, bias_grad=bias_grad, main_grad=main_grad, hidden_grad_dtype=hidden_grad_dtype,
-            hidden_grad_ready=hidden_grad_ready,
-            dense_backward=_fallback(hidden, head, target, lse, rows, n_rows, row_index, main_grad is not None),
-        )  # fmt: skip
-    wanted = {"hidden": hidden_grad, "weight": weight_grad, "bias": bias_grad}
-    return {name: value for (name, is_wanted), value in zip(wanted.items(), made, strict=True) if is_wanted}
-
-
-def _exact(hidden, head, target, lse, rows, n_rows, row_index, hidden_grad, weight_grad, bias_grad, main_grad, hidden_grad_dtype,
-           hidden_grad_ready):  # fmt: skip
-    device = hidden.device
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    device, (n_columns, d) = hidden.device, head.weight.shape
     # Rows that do not count are never written.
     d_hidden = torch.zeros(hidden.shape, dtype=hidden_grad_dtype, device=device) if hidden_grad else None
     d_weight = None
     if weight_grad and main_grad is None:
         make = torch.empty if hidden.shape[0] else torch.zeros
-        d_weight = make(head.weight.shape, dtype=head.weight.dtype, device=device)
-    d_bias = torch.zeros(head.weight.shape[0], device=device) if bias_grad else None
+        d_weight = make(n_columns, d, dtype=head.weight.dtype, device=device)
+    d_bias = torch.zeros(n_columns, device=device) if bias_grad else None
     dense_backward(
         hidden, head, target, lse, rows, n_rows=n_rows, row_index=row_index, hidden_grad=d_hidden,
         weight_grad=main_grad if weight_grad and main_grad is not None else d_weight, accumulate=main_grad is not None,
