@@ -52,33 +52,32 @@ class HeadOptions:
 
 
 @dataclass(frozen=True)
-class Operands:
-    """One call of the output layer, as the layer was when it was called."""
+class Request:
+    """What the layer is asked to compute instead of logits, once that is known."""
 
-    hidden: Tensor  # [s, b, h], or [s / T, b, h] with sequence_parallel
-    weight: Tensor  # [V / T, h], the layer's own or the embedding's
-    bias: Tensor | None  # [V / T]
+    target: Tensor  # [s * b] int64, in the order of hidden's tokens
+    ignore_index: int | None
+    scale: float  # of the logits, on top of the options' own
+    argmax: bool
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """A call of the output layer that has been put off."""
+
+    perform: Callable[[Request | None], Any]  # the layer's __call__, hooks included; its real logits for None
+    shape: torch.Size  # of the real logits
     shard: VocabShard
-    sequence_parallel: bool
+    device: torch.device
     gathers_output: bool  # the real logits would span the whole vocabulary
-    accumulates: bool  # dC goes to weight.main_grad
-    reduces_hidden_grad: bool  # False under disable_grad_reduce
 
 
 class DeferredLogits:
     """Stands for `scale * (hidden @ weight.T + bias)`; see the module's table."""
 
-    def __init__(
-        self,
-        operands: Operands,
-        options: HeadOptions,
-        real_logits: Callable[[], Tensor],
-        scale: float = 1.0,
-        greedy: Tensor | None = None,
-    ):
-        self._operands = operands
+    def __init__(self, call: LayerCall, options: HeadOptions, scale: float = 1.0, greedy: Tensor | None = None):
+        self._call = call
         self._options = options
-        self._real_logits = real_logits
         self._scale = scale
         self._greedy = greedy  # [s * b] int64 global ids, once a pass has found them
 
@@ -93,12 +92,12 @@ class DeferredLogits:
             argmax: find the ids for `argmax` and `max` in the same pass where possible.
         """
         ids = labels.transpose(0, 1).reshape(-1)  # token order of hidden
-        unknown = (ids < 0) | (ids >= self._operands.shard.vocab_size)
+        unknown = (ids < 0) | (ids >= self._call.shard.vocab_size)
         ignored = self._options.ignore_index
         target = ids.masked_fill(unknown, 0 if ignored is None else ignored)
         # Smoothing needs the sum of all logits, which comes without an argmax; ignored tokens come with id 0.
         argmax = argmax and self._options.label_smoothing == 0 and (ignored is None or ignored < 0)
-        loss, self._greedy = self._loss(target, ignored, argmax)
+        loss, self._greedy = self._call.perform(Request(target, ignored, self._scale, argmax))
         if ignored is None:
             loss = loss.masked_fill(unknown, 0)
         return loss.view(labels.shape[::-1]).transpose(0, 1).contiguous()
@@ -117,7 +116,7 @@ class DeferredLogits:
         """
         if torch.is_grad_enabled() or args or kwargs not in ({"dim": -1}, {"dim": 2}) or self._spans_vocabulary():
             return self.materialize().max(*args, **kwargs)
-        shard = self._operands.shard
+        shard = self._call.shard
         row = self._greedy_ids() - shard.start
         mine = (row >= 0) & (row < shard.n_rows)
         value = torch.where(mine, torch.inf, -torch.inf)
@@ -128,18 +127,15 @@ class DeferredLogits:
 
     @property
     def shape(self) -> torch.Size:
-        hidden, ranks = self._operands.hidden, collectives.size(self._operands.shard.group)
-        tokens = hidden.shape[0] * (ranks if self._operands.sequence_parallel else 1)
-        columns = self._operands.shard.n_rows * (ranks if self._operands.gathers_output else 1)
-        return torch.Size((tokens, *hidden.shape[1:-1], columns))
+        return self._call.shape
 
     def materialize(self) -> Tensor:
         """The real logits, as Megatron's layer computes them."""
-        logits = self._real_logits()
+        logits = self._call.perform(None)
         return logits if self._scale == 1.0 else logits * self._scale
 
     def _times(self, factor: float) -> DeferredLogits:
-        return DeferredLogits(self._operands, self._options, self._real_logits, self._scale * factor, self._greedy)
+        return DeferredLogits(self._call, self._options, self._scale * factor, self._greedy)
 
     def __mul__(self, other: Any) -> Any:
         # A cap after which the factor would come does not commute with it.
@@ -173,32 +169,47 @@ class DeferredLogits:
         return func(*args, **kwargs)
 
     def _spans_vocabulary(self) -> bool:
-        return self._operands.gathers_output or collectives.size(self._operands.shard.group) == 1
+        return self._call.gathers_output or collectives.size(self._call.shard.group) == 1
 
     def _greedy_ids(self) -> Tensor:
+        tokens = self.shape[:-1]
         if self._greedy is None:
-            tokens = self.shape[:-1]
-            target = self._operands.hidden.new_zeros(tokens.numel(), dtype=torch.int64)
+            target = torch.zeros(tokens.numel(), dtype=torch.int64, device=self._call.device)
             with torch.no_grad():
-                _, self._greedy = self._loss(target, None, True)
+                _, self._greedy = self._call.perform(Request(target, None, self._scale, True))
         assert self._greedy is not None
-        return self._greedy.view(self.shape[:-1])
+        return self._greedy.view(tokens)
 
-    def _loss(self, target: Tensor, ignore_index: int | None, argmax: bool) -> tuple[Tensor, Tensor | None]:
-        """The losses of flattened tokens, and their argmax."""
-        operands, options = self._operands, self._options
-        weight, main_grad = through_main_grad(operands.weight) if operands.accumulates else (operands.weight, None)
-        arguments = dict(
-            bias=operands.bias, shard=operands.shard, ignore_index=ignore_index, softcap=options.softcap,
-            logit_scale=self._scale * options.logit_scale, backward=options.backward,
-            sequence_parallel=operands.sequence_parallel, main_grad=main_grad,
-            reduce_hidden_grad=operands.reduces_hidden_grad,
+
+def fused_loss(
+    hidden: Tensor,  # [s, b, h], or [s / T, b, h] with sequence_parallel
+    weight: Tensor,  # [V / T, h], the layer's own or the embedding's
+    bias: Tensor | None,  # [V / T]
+    request: Request,
+    options: HeadOptions,
+    *,
+    shard: VocabShard,
+    sequence_parallel: bool,
+    accumulates: bool,
+    reduces_hidden_grad: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The losses of flattened tokens, and their argmax where it was asked for.
+
+    Args:
+        accumulates: dC goes to weight.main_grad.
+        reduces_hidden_grad: False leaves each rank its own part of dE.
+    """
+    weight, main_grad = through_main_grad(weight) if accumulates else (weight, None)
+    arguments: dict[str, Any] = dict(
+        bias=bias, shard=shard, ignore_index=request.ignore_index, softcap=options.softcap,
+        logit_scale=request.scale * options.logit_scale, backward=options.backward,
+        sequence_parallel=sequence_parallel, main_grad=main_grad, reduce_hidden_grad=reduces_hidden_grad,
+    )  # fmt: skip
+    if not request.argmax:
+        loss = linear_cross_entropy(
+            hidden, weight, request.target, reduction="none", label_smoothing=options.label_smoothing,
+            z_loss=options.z_loss, **arguments,
         )  # fmt: skip
-        if not argmax:
-            loss = linear_cross_entropy(
-                operands.hidden, weight, target, reduction="none", label_smoothing=options.label_smoothing,
-                z_loss=options.z_loss, **arguments,
-            )  # fmt: skip
-            return loss, None
-        stats = linear_stats(operands.hidden, weight, target, argmax=True, **arguments)
-        return stats.lse - stats.target_logit + options.z_loss * stats.lse.square(), stats.argmax
+        return loss, None
+    stats = linear_stats(hidden, weight, request.target, argmax=True, **arguments)
+    return stats.lse - stats.target_logit + options.z_loss * stats.lse.square(), stats.argmax

@@ -38,8 +38,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from vpcce.parallel import collectives
 from vpcce.parallel import megatron_checks as checks
-from vpcce.parallel.deferred import DeferredLogits, HeadOptions, Operands
+from vpcce.parallel.deferred import WHO, DeferredLogits, HeadOptions, LayerCall, Request, fused_loss
 from vpcce.parallel.shard import VocabShard
 
 Model = TypeVar("Model", nn.Module, list)
@@ -86,10 +87,17 @@ def install(model: Model, **options: Any) -> Model:
 
 
 def uninstall(model: Model) -> Model:
-    """Undoes `install`: every class and attribute is what it was; returns `model`."""
+    """Undoes `install`: every class and attribute is what it was; returns `model`.
+
+    Raises:
+        ValueError: a class has been exchanged once more since, as torch's `fully_shard` does.
+    """
     for module in checks.modules(model):
         if isinstance(module, (VocabParallelCCEOutputLayer, _DeferringModel)):
-            module.__class__ = type(module).__mro__[2]
+            kind: Any = type(module)
+            if "_vpcce_base" not in vars(kind):
+                raise ValueError(f"{WHO}: {kind.__name__} was wrapped after install, expected uninstall before that")
+            module.__class__ = kind._vpcce_base
             del module._vpcce
     return model
 
@@ -120,11 +128,15 @@ class _State:
 
 
 class VocabParallelCCEOutputLayer:
-    """Mixed into the class of a Megatron output layer: defers logits while the model computes a loss."""
+    """Mixed into the class of a Megatron output layer: puts its calls off while the model computes a loss.
+
+    Hooks run once, around the work: for the loss, or for the real logits. So what hangs on the layer's `__call__`
+    (gathering parameters before it, freeing them after it) sees the call when the weight is needed.
+    """
 
     _vpcce: _State
 
-    def forward(
+    def __call__(
         self,
         input_: Tensor,  # [s, b, h], or [s / T, b, h] with sequence parallelism
         weight: Tensor | None = None,  # [V / T, h], the embedding's when tied
@@ -133,39 +145,65 @@ class VocabParallelCCEOutputLayer:
         **kwargs: Any,
     ) -> tuple[Any, Tensor | None]:
         layer: Any = self
-        forward: Callable[..., Any] = super().forward  # type: ignore[misc]
-        options = self._vpcce.options
+        call: Callable[..., Any] = super().__call__  # type: ignore[misc]
+        if self._vpcce.labels is None:
+            return call(input_, weight, runtime_gather_output, *args, **kwargs)
         sequence_parallel = layer.sequence_parallel
 
-        def real_logits() -> Tensor:
+        def perform(request: Request | None) -> Any:
             now, layer.sequence_parallel = layer.sequence_parallel, sequence_parallel
             try:
-                logits = forward(input_, weight, runtime_gather_output, *args, **kwargs)[0]
+                if request is None:
+                    return call(input_, weight, runtime_gather_output, *args, **kwargs)[0]
+                return call(input_, weight, vpcce_request=request)
             finally:
                 layer.sequence_parallel = now
-            return logits if checks.has_own_forward(type(self).__mro__[2]) else _capped(logits, options)
 
-        output_bias = layer.bias if layer.skip_bias_add else None
-        if self._vpcce.labels is None:
-            return real_logits(), output_bias
-        used = layer.weight if weight is None else weight
-        expected = (layer.output_size_per_partition, layer.input_size)
-        if used is None or tuple(used.shape) != expected:
-            got = None if used is None else list(used.shape)
-            raise ValueError(f"{type(self).__name__}: expected a weight of shape {list(expected)}, got {got}")
-        fusion = options.gradient_accumulation_fusion
+        ranks = collectives.size(layer.tp_group)
         gathers = layer.gather_output if runtime_gather_output is None else runtime_gather_output
-        operands = Operands(
-            hidden=input_,
-            weight=used,
-            bias=None if layer.skip_bias_add else layer.bias,
-            shard=_shard(layer, options),
-            sequence_parallel=sequence_parallel,
+        tokens = input_.shape[0] * (ranks if sequence_parallel else 1)
+        columns = layer.output_size if gathers else layer.output_size_per_partition
+        put_off = LayerCall(
+            perform=perform,
+            shape=torch.Size((tokens, *input_.shape[1:-1], columns)),
+            shard=_shard(layer, self._vpcce.options),
+            device=input_.device,
             gathers_output=bool(gathers),
-            accumulates=layer.gradient_accumulation_fusion if fusion is None else fusion,
-            reduces_hidden_grad=sequence_parallel or not layer.disable_grad_reduce,
         )
-        return DeferredLogits(operands, options, real_logits), output_bias
+        return DeferredLogits(put_off, self._vpcce.options), layer.bias if layer.skip_bias_add else None
+
+    def forward(
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        *args: Any,
+        vpcce_request: Request | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        layer: Any = self
+        options = self._vpcce.options
+        base: Any = super()
+        if vpcce_request is None:
+            logits, bias = base.forward(input_, weight, runtime_gather_output, *args, **kwargs)
+            return (logits if checks.has_own_forward(layer) else _capped(logits, options)), bias
+        weight = layer.weight if weight is None else weight
+        expected = [layer.output_size_per_partition, layer.input_size]
+        if weight is None or list(weight.shape) != expected:
+            got = None if weight is None else list(weight.shape)
+            raise ValueError(f"{WHO}: the output layer expected a weight of shape {expected}, got {got}")
+        fusion = options.gradient_accumulation_fusion
+        return fused_loss(
+            input_,
+            weight,
+            None if layer.skip_bias_add else layer.bias,
+            vpcce_request,
+            options,
+            shard=_shard(layer, options),
+            sequence_parallel=layer.sequence_parallel,
+            accumulates=layer.gradient_accumulation_fusion if fusion is None else fusion,
+            reduces_hidden_grad=layer.sequence_parallel or not layer.disable_grad_reduce,
+        )
 
 
 class _DeferringModel:
@@ -230,7 +268,8 @@ def _model_class(base: type) -> type:
 
 
 def _identity(base: type) -> dict[str, Any]:
-    return {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    return {"_vpcce_base": base, **names}
 
 
 def _shard(layer: Any, options: HeadOptions) -> VocabShard:

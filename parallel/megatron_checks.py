@@ -90,7 +90,7 @@ def head(model: Any, layer: Any, chosen: HeadOptions) -> None:
             f"{WHO}: the output layer is a {kind}, expected a ColumnParallelLinear "
             "(an adapter on the output layer has to be merged first, or to leave it out)"
         )
-    if has_own_forward(_megatron_mro(layer)[0]) and chosen.softcap is None:
+    if has_own_forward(layer) and chosen.softcap is None:
         raise TypeError(
             f"{WHO}: {kind} has a forward of its own, expected Megatron's; "
             "if all it does is to cap the logits, pass the same softcap to install"
@@ -118,16 +118,15 @@ def head(model: Any, layer: Any, chosen: HeadOptions) -> None:
         )
 
 
-def has_own_forward(layer_class: type) -> bool:
+def has_own_forward(layer: nn.Module) -> bool:
     """Whether a subclass of ColumnParallelLinear computes something else."""
-    owner = next(cls for cls in layer_class.__mro__ if "forward" in vars(cls))
+    owner = next(cls for cls in _megatron_mro(layer) if "forward" in vars(cls))
     return _name(owner) != COLUMN_PARALLEL_LINEAR
 
 
 def _megatron_mro(module: nn.Module) -> list[type]:
-    """The classes of a module without the two layers that `install` may have put in front."""
-    mro = list(type(module).__mro__)
-    return mro[2:] if hasattr(module, "_vpcce") else mro
+    """The classes of a module without those that `install` has mixed in."""
+    return [cls for cls in type(module).__mro__ if not cls.__module__.startswith("vpcce.")]
 
 
 def _names(module: nn.Module) -> set[str]:
