@@ -267,3 +267,33 @@ def _layer_flag(rank: int):
 
 def test_fusion_follows_the_layer():
     run_ranks(1, _layer_flag)
+
+
+def _fully_sharded(rank: int, tied: bool):
+    """torch's FSDP2, as Megatron uses it: the output layer is a unit, its weight exists during its own call only."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    models.start(1)
+    mesh = init_device_mesh("cpu", (2,))
+    arguments = models.batch(seed=rank)
+    results = []
+    for options in (None, EXACT):
+        model = models.gpt(models.config(), tied=tied)
+        if options is not None:
+            megatron.install(model, **options)
+        for layer in model.decoder.layers:
+            fully_shard(layer, mesh=mesh)
+        if not tied:
+            fully_shard(model.output_layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        loss, grads = models.step(model, arguments)
+        results.append((loss, {name: grad.full_tensor() for name, grad in grads.items()}))
+    models.assert_same(results[1], results[0])
+    with pytest.raises(ValueError, match="was wrapped after install"):
+        megatron.uninstall(model)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_fully_sharded_data_parallel(tied):
+    run_ranks(2, _fully_sharded, tied)
