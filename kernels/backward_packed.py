@@ -40,7 +40,9 @@ MAX_ROUNDS = 12
 ARENA_BYTES = 40 << 20  # G of one round, where it has memory of its own
 EXTRA_BYTES = 24 << 20  # G behind dC's storage: the last group's has no later columns to lie in
 LARGE_GROUP = 16384
-SMALL_GROUP = 4096  # below LARGE_VOCABULARY columns are kept more densely, and the last group's G must fit in `extra`
+SMALL_GROUP = (
+    4096  # below LARGE_VOCABULARY columns are kept more densely, and the last group's G must fit in `extra`
+)
 LARGE_VOCABULARY = 100_000
 SLAB_COLUMNS = 8192  # one part of the ring in `packed_stream` is a slab times BLOCK_D of D
 LIST_BLOCK = 64  # words that a list kernel expands at a time
@@ -240,7 +242,9 @@ class _Work:
         self.half = dtype != torch.float32
         self.precision = "tf32" if self.half else "ieee"  # ignored for half operands
         scale = head.scale
-        self.scale = scale if isinstance(scale, Tensor) else torch.full((), scale, dtype=torch.float32, device=device)
+        self.scale = (
+            scale if isinstance(scale, Tensor) else torch.full((), scale, dtype=torch.float32, device=device)
+        )
         self.unit = _unit(rows) if dtype == torch.float16 else None
         self._prepare_constant()
 
@@ -370,7 +374,7 @@ GRADIENT_BLOCKS = {
     False: dict(BLOCK_N=64, BLOCK_K=32, num_warps=8, num_stages=2, per_processor=2),
 }
 HIDDEN_BLOCKS = {
-    True: dict(BLOCK_K=64, BLOCK_D=256, num_warps=8, num_stages=3, per_processor=1),
+    True: dict(BLOCK_K=64, BLOCK_D=128, num_warps=4, num_stages=4, per_processor=2),
     False: dict(BLOCK_K=32, BLOCK_D=64, num_warps=8, num_stages=2, per_processor=2),
 }
 WEIGHT_BLOCKS = {
@@ -378,9 +382,9 @@ WEIGHT_BLOCKS = {
     False: dict(BLOCK_N=64, BLOCK_K=32, BLOCK_D=64, num_warps=8, num_stages=2, per_processor=2),
 }
 
-STREAM_BLOCKS = dict(BLOCK_N=128, BLOCK_K=64, BLOCK_D=256, num_warps=8, num_stages=3, per_processor=1)
-STREAM_RING = 4
-STREAM_LAG = 2
+STREAM_BLOCKS = dict(BLOCK_N=128, BLOCK_K=64, BLOCK_D=128, num_warps=4, num_stages=3, per_processor=2)
+STREAM_RING = 8
+STREAM_LAG = 4
 
 
 def _row_sum(share: Tensor, matrix: Tensor, n_rows: Tensor | None = None) -> Tensor:

@@ -276,6 +276,22 @@ def kept_list_kernel(
 
 
 @triton.jit
+def _kept_words(kept_bits_ptr, row_block, last, words, n_words):
+    mask = (words < n_words) & (row_block < last)
+    return tl.load(kept_bits_ptr + row_block * n_words.to(tl.int64) + words, mask=mask, other=0)
+
+
+@triton.jit
+def _append(out_ptr, bits, words, bit):
+    """Stores the columns of the set bits; returns how many."""
+    n = popcount(bits)
+    offs = (tl.cumsum(n, 0) - n)[:, None] + popcount(bits[:, None] & ((1 << bit) - 1)[None, :])
+    column = ((words // 8) * 256 + words % 8)[:, None] + 8 * bit[None, :]
+    tl.store(out_ptr + offs, column, mask=((bits[:, None] >> bit[None, :]) & 1) != 0)
+    return tl.sum(n, 0)
+
+
+@triton.jit
 def union_kernel(
     kept_bits_ptr,  # [row blocks, words]
     start_ptr,  # [row blocks, groups] int64
@@ -291,6 +307,7 @@ def union_kernel(
     SLAB_WORDS: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
+    """Columns that a single row block keeps (about half) are listed apart, so that a tile of them needs its tokens only."""
     first = tl.load(plan_ptr + PLAN_FIRST).to(tl.int32)
     last = tl.load(plan_ptr + PLAN_LAST).to(tl.int32)
     base = tl.load(plan_ptr + PLAN_BASE)
@@ -302,16 +319,21 @@ def union_kernel(
         at = (tl.load(start_ptr + super_block * 4 * n_groups + group) - base).to(tl.int32)
         for slab in range(group * SLABS, tl.minimum((group + 1) * SLABS, n_slabs)):
             words = slab * SLAB_WORDS + tl.arange(0, SLAB_WORDS)
-            union = tl.zeros((SLAB_WORDS,), tl.int32)
-            for row_block in range(super_block * 4, tl.minimum(super_block * 4 + 4, last)):
-                offs = row_block * n_words.to(tl.int64) + words
-                union |= tl.load(kept_bits_ptr + offs, mask=words < n_words, other=0)
+            kept_0 = _kept_words(kept_bits_ptr, super_block * 4, last, words, n_words)
+            kept_1 = _kept_words(kept_bits_ptr, super_block * 4 + 1, last, words, n_words)
+            kept_2 = _kept_words(kept_bits_ptr, super_block * 4 + 2, last, words, n_words)
+            kept_3 = _kept_words(kept_bits_ptr, super_block * 4 + 3, last, words, n_words)
+            once = kept_0 ^ kept_1 ^ kept_2 ^ kept_3
+            once &= ~(
+                (kept_0 & kept_1 & kept_2) | (kept_3 & ((kept_0 & kept_1) | (kept_2 & (kept_0 | kept_1))))
+            )
+            union = kept_0 | kept_1 | kept_2 | kept_3
             tl.atomic_or(touched_ptr + words, union, mask=words < n_words, sem="relaxed")
-            n = popcount(union)
-            total = tl.sum(n, 0)
-            column = ((words // 8) * 256 + words % 8)[:, None] + 8 * bit[None, :]
-            offs = (at + tl.cumsum(n, 0) - n)[:, None] + popcount(union[:, None] & ((1 << bit) - 1)[None, :])
-            tl.store(union_ptr + offs, column, mask=((union[:, None] >> bit[None, :]) & 1) != 0)
+            total = _append(union_ptr + at, once & kept_0, words, bit)
+            total += _append(union_ptr + at + total, once & kept_1, words, bit)
+            total += _append(union_ptr + at + total, union & ~once, words, bit)
+            total += _append(union_ptr + at + total, once & kept_2, words, bit)
+            total += _append(union_ptr + at + total, once & kept_3, words, bit)
             tl.store(union_start_ptr + super_block * n_slabs + slab, at)
             tl.store(union_count_ptr + super_block * n_slabs + slab, total)
             at += total

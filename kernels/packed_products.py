@@ -128,12 +128,26 @@ def column_products(
     STEPS: tl.constexpr = 128 // BLOCK_K
     block = super_block * 4
     pair_0 = kept_pairs(bits_ptr, kept_bits_ptr, word_start_ptr, n_words, block, last, base, column, inside)
-    pair_1 = kept_pairs(bits_ptr, kept_bits_ptr, word_start_ptr, n_words, block + 1, last, base, column, inside)
-    pair_2 = kept_pairs(bits_ptr, kept_bits_ptr, word_start_ptr, n_words, block + 2, last, base, column, inside)
-    pair_3 = kept_pairs(bits_ptr, kept_bits_ptr, word_start_ptr, n_words, block + 3, last, base, column, inside)
+    pair_1 = kept_pairs(
+        bits_ptr, kept_bits_ptr, word_start_ptr, n_words, block + 1, last, base, column, inside
+    )
+    pair_2 = kept_pairs(
+        bits_ptr, kept_bits_ptr, word_start_ptr, n_words, block + 2, last, base, column, inside
+    )
+    pair_3 = kept_pairs(
+        bits_ptr, kept_bits_ptr, word_start_ptr, n_words, block + 3, last, base, column, inside
+    )
+    # The row blocks that keep any of these columns, two bits each: lists are ordered so that often it is one or two.
+    use_0 = (tl.max(pair_0, 0) >= 0).to(tl.int32)
+    use_1 = (tl.max(pair_1, 0) >= 0).to(tl.int32)
+    use_2 = (tl.max(pair_2, 0) >= 0).to(tl.int32)
+    use_3 = (tl.max(pair_3, 0) >= 0).to(tl.int32)
+    n_active = use_0 + use_1 + use_2 + use_3
+    order = (use_1 << (2 * use_0)) | ((2 * use_2) << (2 * (use_0 + use_1)))
+    order |= (3 * use_3) << (2 * (use_0 + use_1 + use_2))
     acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    for i in range(4 * STEPS):
-        b = i // STEPS
+    for i in range(n_active * STEPS):
+        b = (order >> (2 * (i // STEPS))) & 3
         offs_k = (i % STEPS) * BLOCK_K + tl.arange(0, BLOCK_K)
         pair = tl.where(b < 2, tl.where(b == 0, pair_0, pair_1), tl.where(b == 2, pair_2, pair_3))
         g_rows = arena_rows(storage_ptr, extra_ptr, arena, pair)

@@ -143,7 +143,9 @@ def packed_stream_kernel(
                     if constant_hidden_ptr is not None:
                         share = tl.load(constant_hidden_ptr + offs_d, mask=in_d, other=0.0)[None, :]
                         if column_weight_ptr is not None:
-                            share = tl.load(column_weight_ptr + column, mask=valid, other=0.0)[:, None] * share
+                            share = (
+                                tl.load(column_weight_ptr + column, mask=valid, other=0.0)[:, None] * share
+                            )
                         x += share
                     out = out_ptr + column.to(tl.int64)[:, None] * D + offs_d[None, :]
                     tl.store(out, x.to(out_ptr.dtype.element_ty), mask=valid[:, None] & in_d[None, :])
