@@ -16,6 +16,8 @@ Programs that share a strip of G run side by side (tiles of D are numbered faste
 The last slice computes dE first, so that its collective runs under the remaining product of dC.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -28,6 +30,7 @@ from .tiles import (
     TL_DTYPE,
     Source,
     Tile,
+    ceil_div,
     compute_dtype,
     count_rows,
     gradient_unit,
@@ -224,6 +227,7 @@ def column_sum_kernel(
     tl.store(out_ptr + columns, total, mask=columns < width)
 
 
+@functools.lru_cache(maxsize=256)
 def plan_slices(
     n: int,
     d: int,
@@ -234,7 +238,7 @@ def plan_slices(
     workspace_bytes: int,
     step: int,  # columns of one tile
     programs: int,
-) -> list[tuple[int, int, bool]]:
+) -> tuple[tuple[int, int, bool], ...]:
     """(start, stop, whether G lies at the end of the storage) of each slice, widest first.
 
     Example, in columns: dC takes 1 byte a column and G 4, 100 bytes of storage, a workspace of 20. The first slice may
@@ -251,16 +255,16 @@ def plan_slices(
         stop = min(start + width, n_columns)
         slices.append((start, stop, lent))
         start = stop
-    return slices
+    return tuple(slices)
 
 
 def _filling_width(n: int, d: int, most: int, step: int, programs: int) -> int:
     """The width up to `most` whose tiles leave the fewest multiprocessors idle in their last wave, per column."""
 
     def cost(width: int) -> float:
-        gradient = triton.cdiv(triton.cdiv(n, 128) * triton.cdiv(width, step), programs) * d
-        weight = triton.cdiv(triton.cdiv(width, 128) * triton.cdiv(d, step), programs) * n
-        hidden = triton.cdiv(triton.cdiv(n, 128) * triton.cdiv(d, step), programs) * width
+        gradient = ceil_div(ceil_div(n, 128) * ceil_div(width, step), programs) * d
+        weight = ceil_div(ceil_div(width, 128) * ceil_div(d, step), programs) * n
+        hidden = ceil_div(ceil_div(n, 128) * ceil_div(d, step), programs) * width
         return (gradient + weight + hidden) / width
 
     return min(range(most, max(most // 2, step) - 1, -step), key=cost)
@@ -378,7 +382,7 @@ class _DenseRun:
 
     def column_sum(self, grad: Tensor, out: Tensor) -> None:
         width = grad.shape[1]
-        column_sum_kernel[(triton.cdiv(width, 64),)](
+        column_sum_kernel[(ceil_div(width, 64),)](
             grad, out, self.unit, self.n_rows, self.predicate, self.n, width, grad.stride(0), BLOCK_M=64, BLOCK_N=64
         )
 
@@ -392,7 +396,7 @@ def _end_of(storage: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
 
 def _padded(width: int) -> int:
     """Row stride of G: TMA wants multiples of 16 bytes."""
-    return triton.cdiv(width, 16) * 16
+    return ceil_div(width, 16) * 16
 
 
 def _part(per_column: Tensor | None, start: int, stop: int) -> Tensor | None:

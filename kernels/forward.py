@@ -37,6 +37,7 @@ from .tiles import (
     TL_DTYPE,
     Source,
     Tile,
+    ceil_div,
     compute_dtype,
     count_rows,
     load_scale,
@@ -242,11 +243,11 @@ def forward_stats(
 
     dtype = compute_dtype(hidden, head)
     tile = tile or launch_parameters("forward", device, dtype)
-    n_blocks = triton.cdiv(n, tile.block_m)
-    n_tiles = triton.cdiv(n_columns, tile.block_n)
+    n_blocks = ceil_div(n, tile.block_m)
+    n_tiles = ceil_div(n_columns, tile.block_n)
     splits = splits or choose_splits(n_blocks, n_tiles, multiprocessors(device))
-    tiles_per_split = triton.cdiv(n_tiles, splits)
-    splits = triton.cdiv(n_tiles, tiles_per_split)
+    tiles_per_split = ceil_div(n_tiles, splits)
+    splits = ceil_div(n_tiles, tiles_per_split)
     part_max, part_sum = per_row(rows=(splits,)), per_row(rows=(splits,))
     part_expected = per_row(wanted=entropy, rows=(splits,))
     part_argmax = per_row(torch.int32, argmax, (splits,))
@@ -274,7 +275,7 @@ def forward_stats(
     out_max, out_sum = per_row(), per_row()
     out_expected, out_logit_sum = per_row(wanted=entropy), per_row(wanted=logit_sum)
     out_argmax = per_row(torch.int64, argmax)
-    merge_splits_kernel[(triton.cdiv(n, ROW_BLOCK),)](
+    merge_splits_kernel[(ceil_div(n, ROW_BLOCK),)](
         part_max, part_sum, part_expected, part_argmax, part_logit_sum,
         out_max, out_sum, out_expected, out_argmax, out_logit_sum, n_rows, n, splits,
         BLOCK=ROW_BLOCK, num_warps=4,

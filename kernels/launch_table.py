@@ -8,10 +8,11 @@ Row blocks have 128 tokens everywhere, because marks and coins do. fp32 operands
 at full precision, so their tiles are smaller.
 """
 
-import torch
-import triton
+import functools
 
-from .tiles import Tile
+import torch
+
+from .tiles import Tile, ceil_div
 
 # (architecture, bytes per operand) -> kernel -> parameters
 TABLE: dict[tuple[str, int], dict[str, Tile]] = {
@@ -62,6 +63,7 @@ def launch_parameters(kernel: str, device: torch.device, dtype: torch.dtype) -> 
     return TABLE[architecture(device), dtype.itemsize][kernel]
 
 
+@functools.lru_cache(maxsize=256)
 def choose_splits(n_blocks: int, n_tiles: int, programs: int) -> int:
     """Into how many parts the forward cuts the vocabulary, so that the multiprocessors are busy to the end.
 
@@ -73,11 +75,11 @@ def choose_splits(n_blocks: int, n_tiles: int, programs: int) -> int:
     most = max(1, min(n_tiles // 16, 16 * programs // max(n_blocks, 1)))
     fills = {}
     for splits in range(1, max(most, 1) + 1):
-        tiles = triton.cdiv(n_tiles, splits)
-        waves = triton.cdiv(n_blocks * triton.cdiv(n_tiles, tiles), programs)
+        tiles = ceil_div(n_tiles, splits)
+        waves = ceil_div(n_blocks * ceil_div(n_tiles, tiles), programs)
         fills[splits] = n_blocks * n_tiles / (waves * programs * tiles)
     if n_blocks * most < programs:  # few tokens: shorter programs are better than idle multiprocessors
-        most = min(n_tiles, triton.cdiv(programs, n_blocks))
+        most = min(n_tiles, ceil_div(programs, n_blocks))
         return max(1, most)
     best = max(fills.values())
     return max(splits for splits, fill in fills.items() if fill >= best - 0.01)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .problem import Head
-from .tiles import load_scale, logits_of, scale_tensor
+from .tiles import ceil_div, load_scale, logits_of, scale_tensor
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def target_logits(hidden: Tensor, head: Head, target: Tensor) -> Tensor:
     out = torch.zeros(target.shape, dtype=torch.float32, device=hidden.device)
     if out.numel() == 0 or head.weight.shape[0] == 0:
         return out
-    target_logit_kernel[(triton.cdiv(out.numel(), 4),)](
+    target_logit_kernel[(ceil_div(out.numel(), 4),)](
         hidden, head.weight, head.bias, scale_tensor(head), target.contiguous(), out, out.numel(),
         target.shape[1] if target.dim() > 1 else 1, *hidden.stride(), *head.weight.stride(), head.softcap or 1.0,
         D=hidden.shape[1], HAS_SOFTCAP=head.softcap is not None, BLOCK=4, BLOCK_D=512, num_warps=4,

@@ -248,15 +248,6 @@ def _(
     )
 
 
-def _setup_context(ctx, inputs, output):
-    hidden, weight, target, bias, scale, column_weight, logit_scale, softcap, settings, main_grad = inputs
-    lse, _, entropy, _, argmax, marks, seed = output
-    ctx.save_for_backward(hidden, weight, target, bias, scale, column_weight, lse, entropy, marks, seed)
-    ctx.options, ctx.main_grad = (logit_scale, softcap, settings), main_grad
-    ctx.mark_non_differentiable(argmax, marks, seed)
-    ctx.set_materialize_grads(False)
-
-
 class _NoSecondDerivative(torch.autograd.Function):
     """Passes a gradient through and refuses to be differentiated."""
 
@@ -273,11 +264,17 @@ class HeadStats(torch.autograd.Function):
     """The two operators as one differentiable function. main_grad is no operand: it only receives."""
 
     @staticmethod
-    def forward(hidden, weight, target, bias, scale, column_weight, logit_scale, softcap, settings, main_grad):
+    def forward(ctx, hidden, weight, target, bias, scale, column_weight, logit_scale, softcap, settings, main_grad):
+        operands = (hidden, weight, target, bias, scale, column_weight)
+        options = (logit_scale, softcap, settings)
         with torch.autocast(hidden.device.type, enabled=False):
-            return head_stats_op(hidden, weight, target, bias, scale, column_weight, logit_scale, softcap, settings)
-
-    setup_context = staticmethod(_setup_context)
+            output = head_stats_op(*operands, *options)
+        lse, _, entropy, _, argmax, marks, seed = output
+        ctx.save_for_backward(*operands, lse, entropy, marks, seed)
+        ctx.options, ctx.main_grad = options, main_grad
+        ctx.mark_non_differentiable(argmax, marks, seed)
+        ctx.set_materialize_grads(False)
+        return output
 
     @staticmethod
     def backward(ctx, grad_lse, grad_target_logit, grad_entropy, grad_logit_sum, *_):
