@@ -44,7 +44,7 @@ def coin_key(seed, group):
     """Two 32-bit keys of a coin group; `seed` is int64, `group` an integer."""
     low = seed.to(tl.uint32)
     high = (seed >> 32).to(tl.uint32)
-    key = _mix(_mix(group.to(tl.uint32) + low) ^ high)
+    key = _mix(_mix(group.to(tl.uint32) + _mix(low)) ^ high)
     return key, _mix(key ^ 0x9E3779B9)
 
 

@@ -21,7 +21,7 @@ _MASK = 0xFFFFFFFF
 def coin(seed: Tensor, row_block: Tensor, column: Tensor) -> Tensor:
     """[blocks, columns] int64 in [0, 2^24); `column` holds global vocabulary ids."""
     group = row_block // COIN_BLOCKS
-    key = _mix(_mix((group + seed) & _MASK) ^ ((seed >> 32) & _MASK))
+    key = _mix(_mix((group + _mix(seed & _MASK)) & _MASK) ^ ((seed >> 32) & _MASK))
     second_key = _mix(key ^ 0x9E3779B9)
     return _mix((_mix(column[None, :] ^ key[:, None]) + second_key[:, None]) & _MASK) >> 8
 
