@@ -155,6 +155,9 @@ class DeferredLogits:
             raise AttributeError(name)
         return getattr(self.materialize(), name)
 
+    def __reduce__(self) -> Any:  # Megatron's config logger saves what it is given
+        return torch.clone, (self.materialize().detach(),)
+
     def __getitem__(self, index: Any) -> Tensor:
         return self.materialize()[index]
 

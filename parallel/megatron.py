@@ -76,7 +76,7 @@ def install(model: Model, **options: Any) -> Model:
         checks.head(module, layer, chosen)
     for module, layer in heads:
         if isinstance(layer, VocabParallelCCEOutputLayer):
-            layer._vpcce.options = chosen
+            layer._vpcce.options, layer._vpcce.agreed = chosen, False
             continue
         state = _State(chosen)
         module._vpcce = layer._vpcce = state
@@ -125,6 +125,7 @@ class _State:
 
     options: HeadOptions
     labels: Tensor | None = None  # of the call in progress, when it ends in compute_language_model_loss
+    agreed: bool = False  # the ranks have compared their settings; batches of another length need no second look
 
 
 class VocabParallelCCEOutputLayer:
@@ -166,7 +167,7 @@ class VocabParallelCCEOutputLayer:
         put_off = LayerCall(
             perform=perform,
             shape=torch.Size((tokens, *input_.shape[1:-1], columns)),
-            shard=_shard(layer, self._vpcce.options),
+            shard=_shard(layer, self._vpcce),
             device=input_.device,
             gathers_output=bool(gathers),
         )
@@ -193,17 +194,19 @@ class VocabParallelCCEOutputLayer:
             got = None if weight is None else list(weight.shape)
             raise ValueError(f"{WHO}: the output layer expected a weight of shape {expected}, got {got}")
         fusion = options.gradient_accumulation_fusion
-        return fused_loss(
+        result = fused_loss(
             input_,
             weight,
             None if layer.skip_bias_add else layer.bias,
             vpcce_request,
             options,
-            shard=_shard(layer, options),
+            shard=_shard(layer, self._vpcce),
             sequence_parallel=layer.sequence_parallel,
             accumulates=layer.gradient_accumulation_fusion if fusion is None else fusion,
             reduces_hidden_grad=layer.sequence_parallel or not layer.disable_grad_reduce,
         )
+        self._vpcce.agreed = True
+        return result
 
 
 class _DeferringModel:
@@ -272,12 +275,11 @@ def _identity(base: type) -> dict[str, Any]:
     return {"_vpcce_base": base, **names}
 
 
-def _shard(layer: Any, options: HeadOptions) -> VocabShard:
-    group = layer.tp_group
+def _shard(layer: Any, state: _State) -> VocabShard:
+    group, rows, vocab_size = layer.tp_group, layer.output_size_per_partition, state.options.vocab_size
     rank = 0 if group is None else torch.distributed.get_rank(group)
-    rows = layer.output_size_per_partition
-    vocab_size = layer.output_size if options.vocab_size is None else options.vocab_size
-    return VocabShard(rank * rows, (rank + 1) * rows, vocab_size, group)
+    vocab_size = layer.output_size if vocab_size is None else vocab_size
+    return VocabShard(rank * rows, (rank + 1) * rows, vocab_size, group, check=not state.agreed)
 
 
 def _capped(logits: Tensor, options: HeadOptions) -> Tensor:

@@ -334,3 +334,36 @@ def _inference(rank: int):
 
 def test_inference_with_last_token_slicing():
     run_ranks(2, _inference)
+
+
+def _logged(rank: int, folder: str):
+    """Megatron's config logger pickles the logits on their way to the loss."""
+    models.start(1)
+    model = megatron.install(models.gpt(models.config(config_logger_dir=folder)), **EXACT)
+    expected = models.step(models.gpt(models.config()), models.batch())
+    models.assert_same(models.step(model, models.batch()), expected)
+
+
+def test_config_logger(tmp_path):
+    run_ranks(1, _logged, str(tmp_path))
+    assert any(tmp_path.iterdir())
+
+
+def _batches_of_other_lengths(rank: int):
+    """Only the first call compares settings over the ranks: a new number of tokens costs no exchange."""
+    models.start(2)
+    model = megatron.install(models.gpt(models.config(2)), **EXACT)
+    models.step(model, models.batch())
+    from vpcce.parallel import collectives
+
+    exchanges, original = [], collectives._exchange
+    collectives._exchange = lambda *args: exchanges.append(args) or original(*args)
+    short = {key: value[:, :6] for key, value in models.batch().items() if key != "attention_mask"}
+    models.step(model, short | dict(attention_mask=models.batch()["attention_mask"][..., :6, :6]))
+    megatron.install(model, **EXACT, z_loss=0.1)
+    models.step(model, models.batch())
+    return len(exchanges)
+
+
+def test_ranks_compare_settings_once():
+    assert run_ranks(2, _batches_of_other_lengths) == [0, 0]

@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "h200x2-megatron.json"
 IDENTITY = ("part", "model", "method", "loss", "vocabulary", "micro_batch")
 LOSSES = ("megatron", "vpcce")
-MICRO_BATCHES = (4, 8, 12, 16, 24, 32, 48, 64)
+MICRO_BATCHES = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
