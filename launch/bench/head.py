@@ -135,9 +135,8 @@ def run_method(name: str, hidden, weight, target, *, budget_s: float, truth, ker
         def loss_of():
             return loss(hidden, weight, target)
 
-    gemm_ms = measure.gemm_ms(hidden, weight, budget_s / 3)
     row = measure.measure(loss_of, hidden, weight, budget_s=budget_s, truth=truth, main_grad=main_grad, kernels=kernels)
-    return dict(gemm_ms=gemm_ms, lower_bound_mb=bound, **row)
+    return dict(lower_bound_mb=bound, **row)
 
 
 def work(items: list[dict], rows_path: Path, *, budget_s: float, kernels: bool) -> None:

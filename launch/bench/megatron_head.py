@@ -106,7 +106,7 @@ def times(f: Callable[[], object], repeats: int) -> float:
     measured = []
     for _ in range(repeats):
         dist.barrier()
-        measured.append(measure.call_ms(f)[0])
+        measured.append(measure.call_ms([f])[0][0])
     return slower(statistics.median(measured))
 
 

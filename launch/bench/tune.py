@@ -86,7 +86,7 @@ def time_all(kernel: str, shape: tuple[int, int, int], dtype, tiles: list[Tile])
     for tile in tiles:
         try:
             call(tile)
-            ms = median_ms(lambda tile=tile: call(tile), BUDGET_S)
+            (ms,) = median_ms([lambda tile=tile: call(tile)], BUDGET_S)
         except Exception as error:
             print(f"{kernel} {shape} {tile}: {type(error).__name__}: {str(error).splitlines()[0][:80]}")
             continue
