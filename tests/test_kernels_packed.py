@@ -1,0 +1,229 @@
+"""The packed backward's kernels in Triton's interpreter, against the same decisions in PyTorch.
+
+Both toss the same coins, so the gradient is compared draw by draw, not on average. Tiles are as large as the shapes
+allow: the interpreter takes about 2 ms a loop step whatever a step's size.
+"""
+
+import pytest
+import torch
+import triton
+
+from vpcce import sampling
+from vpcce.kernels import backward_packed, marks
+from vpcce.kernels.coin import coin_thresholds
+from vpcce.kernels.forward import forward_stats
+from vpcce.kernels.hot_set import hot_set_stats
+from vpcce.kernels.problem import Head, Marks, RowGradients, Sampling
+from vpcce.policy import sampled
+
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
+]
+SEED = torch.tensor(2**40 + 77)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """One k-step per product, groups and slabs small enough that small vocabularies have several."""
+    for table, blocks in (
+        ("GRADIENT_BLOCKS", dict(BLOCK_N=128, BLOCK_K=128)),
+        ("HIDDEN_BLOCKS", dict(BLOCK_K=128, BLOCK_D=128)),
+        ("WEIGHT_BLOCKS", dict(BLOCK_N=128, BLOCK_K=128, BLOCK_D=128)),
+    ):
+        monkeypatch.setattr(backward_packed, table, dict.fromkeys((True, False), dict(blocks, per_processor=1)))
+    monkeypatch.setattr(
+        backward_packed, "STREAM_BLOCKS", dict(BLOCK_N=128, BLOCK_K=128, BLOCK_D=64, per_processor=1)
+    )
+    monkeypatch.setattr(backward_packed, "SMALL_GROUP", 1024)
+    monkeypatch.setattr(backward_packed, "SLAB_COLUMNS", 512)
+    monkeypatch.setattr(backward_packed, "LIST_BLOCK", 32)
+
+
+class Problem:
+    """One head, its exact fp64 gradient per logit, and what the sampled policy makes of it."""
+
+    def __init__(self, n, v, d, dtype, *, n_rows=None, bias=False, softcap=None, scale=1.0, entropy=False,
+                 constant=False, start=7000, eps=2.0**-5):  # fmt: skip
+        g = torch.Generator().manual_seed(n + v)
+        self.eps, self.n_rows_int = eps, n if n_rows is None else n_rows
+        self.hidden = torch.randn(n, d, generator=g).to(dtype)
+        self.weight = (3 * torch.randn(v, d, generator=g) / d**0.5).to(dtype)
+        offset = torch.randn(v, generator=g).to(dtype) if bias else None
+        share = torch.rand(v, generator=g) if constant else None
+        self.head = Head(self.weight, offset, scale, softcap, start, share)
+        self.target = torch.randint(0, v, (n,), generator=g)
+        self.target[::7] = -1
+        self.n_rows = None if n_rows is None else torch.tensor([n_rows], dtype=torch.int32)
+        z = self.hidden.double() @ self.weight.double().T
+        z = (z if offset is None else z + offset.double()) * scale
+        x = z if softcap is None else softcap * torch.tanh(z / softcap)
+        self.lse = x.logsumexp(1)
+        p = (x - self.lse[:, None]).exp()
+        onehot = torch.zeros_like(p)
+        local = (self.target >= 0).nonzero()[:, 0]
+        onehot[local, self.target[local]] = 1
+        self.error = p - onehot
+        self.error[self.n_rows_int :] = 0
+
+        def per_row(sign, wanted=True):
+            return sign * torch.rand(n, generator=g) / n if wanted else None
+
+        self.rows = RowGradients(per_row(1), per_row(-1), per_row(1, entropy), per_row(0.01, constant))
+        per_row_softmax = self.rows.softmax[:, None].double()
+        if entropy:
+            per_row_softmax = per_row_softmax + self.rows.softmax_logit[:, None] * x
+        self.grad = (p * per_row_softmax + onehot * self.rows.target[:, None]) * scale
+        if softcap is not None:
+            self.grad *= 1 - (x / softcap) ** 2
+        columns = torch.arange(start, start + v)
+        m = sampling._block_max(self.error)
+        blocks = torch.arange(m.shape[0])
+        self.scale = sampling.keep_scale(m, eps, SEED, blocks, columns)
+        self.grad = sampling.scale_columns(self.grad, self.scale)
+        if constant:
+            self.grad += (self.rows.constant * scale)[:, None] * share
+        self.grad[self.n_rows_int :] = 0
+        # The forward's marks: an upper bound of m decides, here 2% above.
+        bits = marks.pack_marks(1.02 * m * (sampling.LEVELS / eps) > sampling.coin(SEED, blocks, columns))
+        self.marks = Marks(bits, SEED)
+
+    def run(self, *, deterministic=False, main_grad=None, bias_grad=False, expect_dense=False, hidden_grad=True,
+            weight_grad=True):  # fmt: skip
+        flags, ready = [], []
+        results = backward_packed.packed_backward(
+            self.hidden, self.head, self.target, self.lse.float(), self.rows, n_rows=self.n_rows, row_index=None,
+            policy=sampled(self.eps, deterministic=deterministic), marks=self.marks, hidden_grad=hidden_grad,
+            weight_grad=weight_grad, bias_grad=bias_grad, main_grad=main_grad, hidden_grad_dtype=torch.float32,
+            hidden_grad_ready=ready.append, dense_backward=lambda flag, *outputs: flags.append(flag.item()),
+        )  # fmt: skip
+        assert flags == [int(expect_dense)]
+        assert len(ready) == hidden_grad
+        return results
+
+    def check(self, d_hidden, d_weight, tolerance):
+        for ours, truth in ((d_hidden, self.grad @ self.weight.double()), (d_weight, self.grad.T @ self.hidden.double())):
+            assert ((ours.double() - truth).norm() / truth.norm()).item() < tolerance
+        assert torch.all(d_hidden[self.n_rows_int :] == 0)
+
+
+OPTIONS = {
+    "plain": dict(),
+    "bias, softcap, scale, entropy, ignored rows": dict(n_rows=400, bias=True, softcap=10.0, scale=1.3, entropy=True),
+    "label smoothing": dict(constant=True, bias=True, n_rows=500),
+    "one row block, vocabulary of one partial word tile": dict(n=100, v=200),
+    "one token": dict(n=1, v=1500),
+    "D that no tile divides": dict(d=123),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_fp32(options):
+    """fp32 dC: rounds, additions in place; every sum is fp32."""
+    problem = Problem(**{**dict(n=640, v=2300, d=64, dtype=torch.float32), **options})
+    d_hidden, d_weight, d_bias = problem.run(bias_grad=True)
+    problem.check(d_hidden, d_weight, 2e-6)
+    truth = problem.grad.sum(0)
+    assert ((d_bias.double() - truth).norm() / truth.norm()).item() < 2e-6
+
+
+@pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["label smoothing"]], ids=["plain", "label smoothing"])
+def test_half_precision_in_place(options, monkeypatch):
+    """dC in fp16 from the ring, while most of G lies in dC's own storage (extra rows for a third of the pairs)."""
+    problem = Problem(**{**dict(n=600, v=4000, d=256, dtype=torch.float16, eps=2.0**-3), **options})
+    n_pairs = int(marks.unpack_marks(problem.marks.bits, 4000).sum())
+    monkeypatch.setattr(backward_packed, "EXTRA_BYTES", n_pairs // 3 * 256)
+    d_hidden, d_weight, _ = problem.run()
+    problem.check(d_hidden, d_weight, 6e-4)
+
+
+def test_main_grad_is_added_to_in_rounds(monkeypatch):
+    """The arena holds two of the three super-blocks, so there are two rounds."""
+    problem = Problem(1300, 1500, 64, torch.float32, n_rows=1200)
+    per_super_block = marks.unpack_marks(problem.marks.bits, 1500).sum(1).view(-1)
+    most = max(int(per_super_block[i : i + 4].sum()) for i in (0, 4, 8))
+    monkeypatch.setattr(backward_packed, "ARENA_BYTES", int(2.2 * most) * 512)
+    before = torch.randn(1500, 64)
+    main_grad = before.clone()
+    d_hidden, nothing, _ = problem.run(main_grad=main_grad)
+    assert nothing is None
+    problem.check(d_hidden, main_grad.double() - before.double(), 1e-4)  # rounding of the fp32 sum with `before`
+
+
+def test_deterministic():
+    problem = Problem(640, 2300, 64, torch.float16, eps=2.0**-3)
+    first, second = problem.run(deterministic=True), problem.run(deterministic=True)
+    problem.check(*first[:2], 6e-4)
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+
+
+@pytest.mark.parametrize("wanted", ["hidden", "weight"])
+def test_only_one_gradient(wanted):
+    problem = Problem(256, 1500, 64, torch.float32)
+    d_hidden, d_weight, _ = problem.run(hidden_grad=wanted == "hidden", weight_grad=wanted == "weight")
+    assert (d_hidden is None) == (wanted == "weight") and (d_weight is None) == (wanted == "hidden")
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_too_many_pairs_go_to_the_dense_backward(main_grad, monkeypatch):
+    """Nothing is written through a list that overflows; the caller is told by the flag alone, on the device."""
+    monkeypatch.setattr(backward_packed, "ARENA_BYTES", 256 * 512)
+    monkeypatch.setattr(backward_packed, "EXTRA_BYTES", 256)
+    monkeypatch.setattr(backward_packed, "MIN_LIST", 1)
+    problem = Problem(600, 2000, 64, torch.float32 if main_grad else torch.float16, eps=1e-6)
+    total = torch.ones(2000, 64) if main_grad else None
+    problem.run(main_grad=total, expect_dense=True)
+    assert total is None or torch.all(total == 1)
+
+
+def test_pack_and_unpack_marks_are_inverse():
+    wanted = torch.rand(3, 1000) < 0.3
+    bits = marks.pack_marks(wanted)
+    assert bits.shape == marks.marks_shape(384, 1000)
+    assert torch.equal(marks.unpack_marks(bits, 1000), wanted)
+
+
+def test_coin_of_kernel_and_cpu_are_equal():
+    """log2(k) differs for neighbouring k only if k is below 2^23 or so; compare what it is built from."""
+    table = coin_thresholds(SEED, 1.0, 1200, 5, 3000)
+    k = sampling.coin(SEED, torch.arange(0, 12, 4), torch.arange(5, 3005)).double()
+    torch.testing.assert_close(torch.exp2(table.double()) * sampling.LEVELS, k, rtol=3e-6, atol=0)
+
+
+ADVERSARIAL = {
+    "ordinary": lambda x: x,
+    "all logits near -200": lambda x: x - 200,
+    "all logits near +5000": lambda x: x + 5000,
+    "ties": lambda x: (x * 2).round() / 2,
+    "one-hot": lambda x: torch.where(x == x.amax(1, keepdim=True), 80.0, x),
+    "identical rows": lambda x: x[:1].expand_as(x),
+}
+
+
+@pytest.mark.parametrize("shape", ADVERSARIAL.values(), ids=ADVERSARIAL)
+def test_the_bound_is_a_bound(shape):
+    """No column that the backward would keep goes unmarked, whatever the logits; weight = identity makes them so."""
+    n, v, eps = 300, 512, 2.0**-12
+    n_rows = torch.tensor([290], dtype=torch.int32)
+    g = torch.Generator().manual_seed(1)
+    x = shape(4 * torch.randn(n, v, generator=g))
+    head = Head(torch.eye(v), start=100)
+    target = torch.randint(0, v, (n,), generator=g)
+    top, total = hot_set_stats(x, head, target, n_rows=n_rows)
+    bound = top + total.log()
+    truth = x.double()
+    lse = truth.logsumexp(1)
+    assert torch.all(bound.double()[:290] <= lse[:290] + 1e-3 * (1 + lse[:290].abs() * 1e-2))
+    stats = forward_stats(
+        x, head, target, n_rows=n_rows, entropy=False, argmax=False, logit_sum=False,
+        sampling=Sampling(SEED, eps, bound),
+    )  # fmt: skip
+    error = (truth - lse[:, None]).exp()
+    error[torch.arange(n), target] -= 1
+    error[290:] = 0
+    m = sampling._block_max(error)
+    kept = sampling.keep_scale(m, eps, SEED, torch.arange(3), torch.arange(100, 100 + v)) > 0
+    marked = marks.unpack_marks(stats.marks.bits, v)
+    assert not torch.any(kept & ~marked)
+    if shape is ADVERSARIAL["ordinary"]:
+        assert marked.sum() < 1.3 * kept.sum() + 30
