@@ -17,6 +17,7 @@ The last slice computes dE first, so that its collective runs under the remainin
 """
 
 import functools
+from dataclasses import replace
 
 import torch
 import triton
@@ -46,6 +47,15 @@ LAST_WORKSPACE_BYTES = 32 << 20  # G of the last slices, where one is
 
 
 @triton.jit
+def _kept_tiles(p, onehot, counts, inside, eps, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[BLOCK_N]: whether the column's 128 x 128 tile has a |p - onehot| of at least eps (Cut Cross-Entropy's filter)."""
+    tl.static_assert(BLOCK_M == 128 and BLOCK_N % 128 == 0)
+    size = tl.where(counts[:, None] & inside[None, :], tl.abs(tl.where(onehot, p - 1.0, p)), 0.0)
+    largest = tl.max(tl.max(size, 0).reshape([BLOCK_N // 128, 128]), 1)
+    return tl.broadcast_to((largest >= eps)[:, None], [BLOCK_N // 128, 128]).reshape([BLOCK_N])
+
+
+@triton.jit
 def gradient_kernel(
     hidden,  # [N, D] descriptor or pointer
     weight,  # [width, D] descriptor or pointer, from the slice's first row
@@ -61,7 +71,7 @@ def gradient_kernel(
     unit_ptr,  # [] or None
     n_rows_ptr,  # [1] int32 or None
     predicate_ptr,  # [1] int32 or None
-    grad_ptr,  # [N, width] out
+    grad,  # [N, width] out, descriptor or pointer
     n,
     width,
     first_column,
@@ -71,14 +81,17 @@ def gradient_kernel(
     stride_weight_col,
     stride_grad,
     softcap,
+    filter_eps,
     programs,
     D: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    FILTER: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TMA_HIDDEN: tl.constexpr,
     TMA_WEIGHT: tl.constexpr,
+    TMA_GRAD: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -117,7 +130,10 @@ def gradient_kernel(
             slope = tl.load(softmax_logit_ptr + rows, mask=counts, other=0.0)
             per_row = per_row + slope[:, None] * tl.where(p > 0.0, x, 0.0)
         target_grad = tl.load(target_grad_ptr + rows, mask=counts, other=0.0)
-        g = p * per_row + tl.where(target[:, None] == columns[None, :], target_grad[:, None], 0.0)
+        onehot = target[:, None] == columns[None, :]
+        g = p * per_row + tl.where(onehot, target_grad[:, None], 0.0)
+        if FILTER:
+            g = tl.where(_kept_tiles(p, onehot, counts, inside, filter_eps, BLOCK_M, BLOCK_N)[None, :], g, 0.0)
         if constant_ptr is not None:
             constant = tl.load(constant_ptr + rows, mask=counts, other=0.0)[:, None]
             if column_weight_ptr is not None:
@@ -127,8 +143,11 @@ def gradient_kernel(
             ratio = x / softcap
             g *= 1.0 - ratio * ratio
         g = tl.where(counts[:, None], g * factor, 0.0)
-        at = rows.to(tl.int64)[:, None] * stride_grad + columns[None, :]
-        tl.store(grad_ptr + at, g.to(DTYPE), mask=(rows < n)[:, None] & inside[None, :])
+        if TMA_GRAD:
+            grad.store([row, column], g.to(DTYPE))
+        else:
+            at = rows.to(tl.int64)[:, None] * stride_grad + columns[None, :]
+            tl.store(grad + at, g.to(DTYPE), mask=(rows < n)[:, None] & inside[None, :])
 
 
 @triton.jit
@@ -170,7 +189,7 @@ def product_kernel(
     if unit_ptr is not None:
         unit = tl.load(unit_ptr)
     n_tiles: tl.constexpr = (D + BLOCK_N - 1) // BLOCK_N
-    for item in tl.range(tl.program_id(0), tl.cdiv(n_out, BLOCK_M) * n_tiles, programs):
+    for item in tl.range(tl.program_id(0), tl.cdiv(n_out, BLOCK_M) * n_tiles, programs, flatten=True):
         row = (item // n_tiles) * BLOCK_M
         column = (item % n_tiles) * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -286,6 +305,7 @@ def dense_backward(
     hidden_grad_ready: HiddenGradReady,
     storage: Tensor | None = None,  # lent as workspace; it may be a fresh weight_grad itself
     predicate: Tensor | None = None,  # [1] int32 on the device: 0 leaves everything untouched
+    filter_eps: float | None = None,  # drops 128 x 128 tiles of G without a |p - onehot| of at least this
     tiles: tuple[Tile, Tile] | None = None,  # (gradient, product), overrides the launch table
 ) -> None:
     """Writes dE, writes or adds dC, adds dbias.
@@ -300,7 +320,7 @@ def dense_backward(
             hidden_grad_ready(hidden_grad)
         return
     device = hidden.device
-    run = _DenseRun(hidden, head, target, lse, rows, n_rows, row_index, predicate, tiles)
+    run = _DenseRun(hidden, head, target, lse, rows, n_rows, row_index, predicate, filter_eps, tiles)
     if storage is not None and (storage.data_ptr() % 16 or not storage.is_contiguous()):
         storage = None
     slices = plan_slices(
@@ -335,9 +355,11 @@ def dense_backward(
 class _DenseRun:
     """The launches on one slice, with what all slices share."""
 
-    def __init__(self, hidden, head: Head, target, lse, rows: RowGradients, n_rows, row_index, predicate, tiles):
+    def __init__(
+        self, hidden, head: Head, target, lse, rows: RowGradients, n_rows, row_index, predicate, filter_eps, tiles
+    ):
         self.hidden, self.head, self.target, self.lse, self.rows = hidden, head, target, lse, rows
-        self.n_rows, self.row_index, self.predicate = n_rows, row_index, predicate
+        self.n_rows, self.row_index, self.predicate, self.filter_eps = n_rows, row_index, predicate, filter_eps
         self.n, self.d = hidden.shape
         self.dtype = compute_dtype(hidden, head)
         self.unit = gradient_unit(rows, self.dtype)
@@ -347,18 +369,22 @@ class _DenseRun:
             launch_parameters("gradient", hidden.device, self.dtype),
             launch_parameters("product", hidden.device, self.dtype),
         )
+        if filter_eps is not None and self.for_gradient.block_n < 128:
+            self.for_gradient = replace(self.for_gradient, block_n=128, num_stages=2)  # the filter's tiles are square
 
     def gradient(self, grad: Tensor, start: int, stop: int) -> None:
         head, rows, t = self.head, self.rows, self.for_gradient
         h = Source(self.hidden, t.block_m, t.block_k)
         w = Source(head.weight[start:stop], t.block_n, t.block_k)
+        g = Source(grad, t.block_m, t.block_n)
         gradient_kernel[(self.programs,)](
             h.source, w.source, _part(head.bias, start, stop), self.scale, _part(head.column_weight, start, stop),
             self.target, self.lse, rows.softmax, rows.target, rows.softmax_logit, rows.constant, self.unit, self.n_rows,
-            self.predicate, grad, self.n, stop - start, start, h.stride_row, h.stride_col, w.stride_row, w.stride_col,
-            grad.stride(0), head.softcap or 1.0, self.programs,
-            D=self.d, HAS_SOFTCAP=head.softcap is not None, BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k,
-            TMA_HIDDEN=h.tma, TMA_WEIGHT=w.tma, DTYPE=TL_DTYPE[self.dtype], PRECISION="ieee",
+            self.predicate, g.source, self.n, stop - start, start, h.stride_row, h.stride_col, w.stride_row, w.stride_col,
+            g.stride_row, head.softcap or 1.0, self.filter_eps or 0.0, self.programs,
+            D=self.d, HAS_SOFTCAP=head.softcap is not None, FILTER=self.filter_eps is not None,
+            BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k,
+            TMA_HIDDEN=h.tma, TMA_WEIGHT=w.tma, TMA_GRAD=g.tma, DTYPE=TL_DTYPE[self.dtype], PRECISION="ieee",
             num_warps=t.num_warps, num_stages=t.num_stages,
         )  # fmt: skip
 

@@ -2,10 +2,11 @@
 
     local_stats       forward -> merge of splits -> target logits (-> marks)
     hot_set_stats     a lower bound for the marks
-    local_backward    dense for gradients whose policy is exact, packed for the others
+    local_backward    dense for gradients whose policy is exact or filtered, packed for sampled ones
 
 Each gradient has its own policy. Where both have the same they share the recomputed logits; otherwise dE is computed
-first, so that its collective can start, and dC after it.
+first, so that its collective can start, and dC after it. On real heads the paper's filter keeps more than half of its
+tiles (DESIGN.md 6), too many for lists to pay: it is the dense backward with the dropped tiles of G set to 0.
 """
 
 from dataclasses import replace
@@ -84,8 +85,11 @@ def local_backward(
                 weight_grad=wanted["weight"], bias_grad=wanted["bias"], hidden_grad_dtype=hidden_grad_dtype,
                 hidden_grad_ready=hidden_grad_ready,
             )  # fmt: skip
-            if policy.kind == "exact" or smoothed:
-                made = _exact(hidden, head, target, lse, rows, **shared)
+            if policy.kind == "filtered":
+                filtered = _filtered_in_order if policy.sort else _dense
+                made = filtered(hidden, head, target, lse, rows, filter_eps=policy.eps, **shared)
+            elif policy.kind == "exact" or smoothed:
+                made = _dense(hidden, head, target, lse, rows, **shared)
             else:
                 fallback = _fallback(hidden, head, target, lse, rows, n_rows, row_index, main_grad is not None)
                 made = packed_backward(
@@ -95,9 +99,9 @@ def local_backward(
     return results["hidden"], results["weight"], results["bias"]
 
 
-def _exact(
+def _dense(
     hidden, head: Head, target, lse, rows, *, n_rows, row_index, main_grad, hidden_grad, weight_grad, bias_grad,
-    hidden_grad_dtype, hidden_grad_ready,
+    hidden_grad_dtype, hidden_grad_ready, filter_eps=None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     device, (n_columns, d) = hidden.device, head.weight.shape
     # Rows that do not count are never written.
@@ -110,9 +114,40 @@ def _exact(
     dense_backward(
         hidden, head, target, lse, rows, n_rows=n_rows, row_index=row_index, hidden_grad=d_hidden,
         weight_grad=main_grad if weight_grad and main_grad is not None else d_weight, accumulate=main_grad is not None,
-        bias_grad=d_bias, hidden_grad_ready=hidden_grad_ready, storage=d_weight,
+        bias_grad=d_bias, hidden_grad_ready=hidden_grad_ready, storage=d_weight, filter_eps=filter_eps,
     )  # fmt: skip
     return d_hidden, d_weight, d_bias
+
+
+def _filtered_in_order(
+    hidden, head: Head, target, lse, rows, *, n_rows, main_grad, weight_grad, bias_grad, **shared
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The filter on columns sorted by mean logit: a sorted copy of the head, and its gradients put back in place."""
+    counting = hidden
+    if n_rows is not None:
+        counting = torch.where((torch.arange(len(hidden), device=hidden.device) < n_rows)[:, None], hidden, 0.0)
+    mean = counting.sum(0, dtype=torch.float32).to(head.weight.dtype)
+    order = (head.weight @ mean).argsort(descending=True, stable=True)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+
+    def in_order(part):
+        return None if part is None else part[order]
+
+    ordered = replace(
+        head, weight=in_order(head.weight), bias=in_order(head.bias), column_weight=in_order(head.column_weight)
+    )
+    moved = torch.where(target >= 0, place[target.clamp(min=0)], -1)
+    d_hidden, d_weight, d_bias = _dense(
+        hidden, ordered, moved, lse, rows, n_rows=n_rows, main_grad=None, weight_grad=weight_grad, bias_grad=bias_grad,
+        **shared,
+    )  # fmt: skip
+    if d_weight is not None:
+        d_weight = d_weight[place]
+    if d_weight is not None and main_grad is not None:
+        main_grad += d_weight
+        d_weight = None
+    return d_hidden, d_weight, None if d_bias is None else d_bias[place]
 
 
 def _fallback(hidden, head, target, lse, rows, n_rows, row_index, accumulate: bool):
