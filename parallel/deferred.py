@@ -184,6 +184,31 @@ class DeferredLogits:
         return self._greedy.view(tokens)
 
 
+def _of_real_logits(name: str) -> Callable[..., Any]:
+    return lambda self, *args: getattr(self.materialize(), name)(*args)
+
+
+# Python looks operators up on the class, past __getattr__.
+for _name in (
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "neg",
+    "pow",
+    "matmul",
+    "rtruediv",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "len",
+):
+    setattr(DeferredLogits, f"__{_name}__", _of_real_logits(f"__{_name}__"))
+
+
 def fused_loss(
     hidden: Tensor,  # [s, b, h], or [s / T, b, h] with sequence_parallel
     weight: Tensor,  # [V / T, h], the layer's own or the embedding's

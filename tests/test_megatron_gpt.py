@@ -367,3 +367,55 @@ def _batches_of_other_lengths(rank: int):
 
 def test_ranks_compare_settings_once():
     assert run_ranks(2, _batches_of_other_lengths) == [0, 0]
+
+
+def _adapter(rank: int):
+    """LoRA around an output layer that has vpcce adds a tensor to its logits: right, at the price of the logits."""
+    models.start(2)
+
+    class Adapted(torch.nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.to_wrap = layer.requires_grad_(False)
+            torch.manual_seed(5)
+            self.down = torch.nn.Linear(models.HIDDEN, 4, bias=False)
+            self.up = torch.nn.Linear(4, layer.output_size_per_partition, bias=False)
+
+        def __getattr__(self, name):
+            return super().__getattr__(name) if name in ("to_wrap", "down", "up") else getattr(self.to_wrap, name)
+
+        def forward(self, hidden, *args, **kwargs):
+            output, bias = self.to_wrap(hidden, *args, **kwargs)
+            return output + self.up(self.down(hidden)), bias
+
+    native, ours = _pair(models.config(2))
+    for model in (native, ours):
+        model.output_layer = Adapted(model.output_layer)
+    models.assert_same(models.step(ours, models.batch()), models.step(native, models.batch()))
+
+
+def test_adapter_around_the_layer():
+    run_ranks(2, _adapter)
+
+
+def _operators(rank: int):
+    """Everything that is not the loss is what it would be of a tensor."""
+    models.start(1)
+    model = megatron.install(models.gpt(models.config()), **EXACT)
+    hidden = torch.randn(models.SEQ, models.BATCH, models.HIDDEN)
+    logits, _ = model.output_layer(hidden)
+    model._vpcce.labels = models.batch()["labels"]
+    deferred, _ = model.output_layer(hidden)
+    assert not isinstance(deferred, torch.Tensor) and deferred.shape == logits.shape and deferred.size(-1) == 64
+    for use in (
+        lambda x: x + 1, lambda x: 1 - x, lambda x: -x, lambda x: x / 2, lambda x: 2.0 * x, lambda x: x * x[:1],
+        lambda x: (x * 0.5).float(), lambda x: x[0], lambda x: x.log_softmax(-1), lambda x: torch.softmax(x, -1),
+        lambda x: x > 0, lambda x: x.argmax(-1), lambda x: torch.argmax(x, dim=-1), lambda x: x.max(-1).values,
+        lambda x: torch.cat([x, x]), lambda x: x.transpose(0, 1).contiguous(), lambda x: x.argmax(), lambda x: x - x,
+    ):  # fmt: skip
+        assert torch.equal(use(deferred), use(logits))
+    assert deferred.dtype == logits.dtype and len(deferred) == len(logits)
+
+
+def test_deferred_logits_behave_like_logits():
+    run_ranks(1, _operators)

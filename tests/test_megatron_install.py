@@ -1,6 +1,8 @@
 """`install` itself: what it changes, what it refuses, its options, and the ways in."""
 
 import io
+import subprocess
+import sys
 
 import pytest
 
@@ -271,3 +273,8 @@ def _saved(rank: int):
 
 def test_state_dicts_load_without_vpcce():
     run_ranks(1, _saved)
+
+
+def test_importing_needs_no_megatron():
+    code = "import sys, vpcce.parallel.megatron; sys.exit(any(name.startswith('megatron') for name in sys.modules))"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
