@@ -148,15 +148,17 @@ def packed_backward(
             work.bias_grad(r, d_bias)
         if sums is not None:
             work.weight_grad(r, sums)
+    if sums is not None:
+        work.add_constant(sums)
     if sums is not None and sums is not total:
-        # The dense backward writes `total` itself, and the sums are 0 then.
-        work.add_constant(sums)
+        # The dense backward overwrites a fresh `total`; with main_grad it adds to it, and the sums are 0 then.
         total.copy_(sums) if main_grad is None else total.add_(sums)
-    elif sums is not None:
-        work.add_constant(sums)
     if d_bias is not None:
         work.add_constant_bias(d_bias)
-    dense_backward(layout.dense, d_hidden, total, d_bias)
+    dense = layout.dense
+    if not in_place:
+        del work, layout, sums  # their memory serves the dense backward
+    dense_backward(dense, d_hidden, total, d_bias)
     if d_hidden is not None:
         hidden_grad_ready(d_hidden)
     if in_place:
