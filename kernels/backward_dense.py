@@ -48,7 +48,7 @@ LAST_WORKSPACE_BYTES = 32 << 20  # G of the last slices, where one is
 
 @triton.jit
 def _kept_tiles(p, onehot, counts, inside, eps, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[BLOCK_N]: whether the column's 128 x 128 tile has a |p - onehot| of at least eps (Cut Cross-Entropy's filter)."""
+    """[BLOCK_N]: whether the column's 128 x 128 tile has a |p - onehot| of at least eps, Cut Cross-Entropy's rule."""
     tl.static_assert(BLOCK_M == 128 and BLOCK_N % 128 == 0)
     size = tl.where(counts[:, None] & inside[None, :], tl.abs(tl.where(onehot, p - 1.0, p)), 0.0)
     largest = tl.max(tl.max(size, 0).reshape([BLOCK_N // 128, 128]), 1)
@@ -169,6 +169,7 @@ def product_kernel(
     programs,
     D: tl.constexpr,
     FOR_WEIGHT: tl.constexpr,  # dC = grad.T @ hidden, else dE = grad @ weight
+    FLATTEN: tl.constexpr,  # loads of the next tile run under the end of this one; takes shared memory for both
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -189,7 +190,7 @@ def product_kernel(
     if unit_ptr is not None:
         unit = tl.load(unit_ptr)
     n_tiles: tl.constexpr = (D + BLOCK_N - 1) // BLOCK_N
-    for item in tl.range(tl.program_id(0), tl.cdiv(n_out, BLOCK_M) * n_tiles, programs, flatten=True):
+    for item in tl.range(tl.program_id(0), tl.cdiv(n_out, BLOCK_M) * n_tiles, programs, flatten=FLATTEN):
         row = (item // n_tiles) * BLOCK_M
         column = (item % n_tiles) * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -380,8 +381,8 @@ class _DenseRun:
         gradient_kernel[(self.programs,)](
             h.source, w.source, _part(head.bias, start, stop), self.scale, _part(head.column_weight, start, stop),
             self.target, self.lse, rows.softmax, rows.target, rows.softmax_logit, rows.constant, self.unit, self.n_rows,
-            self.predicate, g.source, self.n, stop - start, start, h.stride_row, h.stride_col, w.stride_row, w.stride_col,
-            g.stride_row, head.softcap or 1.0, self.filter_eps or 0.0, self.programs,
+            self.predicate, g.source, self.n, stop - start, start, h.stride_row, h.stride_col, w.stride_row,
+            w.stride_col, g.stride_row, head.softcap or 1.0, self.filter_eps or 0.0, self.programs,
             D=self.d, HAS_SOFTCAP=head.softcap is not None, FILTER=self.filter_eps is not None,
             BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k,
             TMA_HIDDEN=h.tma, TMA_WEIGHT=w.tma, TMA_GRAD=g.tma, DTYPE=TL_DTYPE[self.dtype], PRECISION="ieee",
@@ -401,7 +402,8 @@ class _DenseRun:
         product_kernel[(self.programs,)](
             g.source, f.source, base, out, row_index, self.unit, self.n_rows, self.predicate, self.n, grad.shape[1],
             factor.shape[0], grad.stride(0), f.stride_row, f.stride_col, self.programs,
-            D=self.d, FOR_WEIGHT=for_weight, BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k,
+            D=self.d, FOR_WEIGHT=for_weight, FLATTEN=base is None and out.element_size() == 2,
+            BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k,
             TMA_GRAD=g.tma, TMA_FACTOR=f.tma, DTYPE=TL_DTYPE[self.dtype], PRECISION="ieee",
             num_warps=t.num_warps, num_stages=t.num_stages,
         )  # fmt: skip

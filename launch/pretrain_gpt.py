@@ -223,7 +223,8 @@ def prepare(config: str, overrides: list[str], resume: bool) -> Trainer:
     if resume:
         trainer.step = trainer.state.load()
         if trainer.step >= trainer.last:
-            raise ValueError(f"{settings.run.name} is at step {trainer.step} already; raise run.steps or run.stop_after")
+            name, step = settings.run.name, trainer.step
+            raise ValueError(f"{name} is at step {step} already; raise run.steps or run.stop_after")
     elif dist.get_rank() == 0:
         trainer.folder.mkdir(parents=True, exist_ok=True)
         (trainer.folder / "metrics.jsonl").write_text("")

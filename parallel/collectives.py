@@ -16,7 +16,7 @@ Groups travel by name, because custom operators take no process groups; torch.di
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 # torch 2.13 renamed the two collectives and warns on the old names; torch 2.11 has only those.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_by_name: Callable[..., dist.ProcessGroup] = _resolve_process_group  # takes a str, typed as a NewType in torch 2.13
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # Configurations that the ranks of a group have compared. A group that is destroyed takes its entry with it.
@@ -33,7 +34,7 @@ _agreed: "weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]]" = weakref.Weak
 
 def resolve(name: str) -> dist.ProcessGroup | None:
     """The process group of that name; "" stands for a single rank."""
-    return _resolve_process_group(name) if name else None
+    return _by_name(name) if name else None
 
 
 def size(group: dist.ProcessGroup | None) -> int:

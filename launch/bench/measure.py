@@ -163,7 +163,7 @@ def measure(
     main_grad: Tensor | None = None,
     kernels: bool = False,
 ) -> dict[str, object]:
-    """gemm_ms, forward_ms, total_ms, peak_mb, error_loss, error_dE, error_dC; `main_grad` takes the place of weight.grad.
+    """gemm_ms, forward_ms, total_ms, peak_mb, error_loss, error_dE, error_dC; `main_grad` replaces weight.grad.
 
     The gradients of a call are dropped before the next one, so that each call allocates them anew.
     """
