@@ -238,6 +238,7 @@ def fused_loss(
             hidden, weight, request.target, reduction="none", label_smoothing=options.label_smoothing,
             z_loss=options.z_loss, **arguments,
         )  # fmt: skip
+        assert isinstance(loss, Tensor)
         return loss, None
     stats = linear_stats(hidden, weight, request.target, argmax=True, **arguments)
     return stats.lse - stats.target_logit + options.z_loss * stats.lse.square(), stats.argmax
