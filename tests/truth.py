@@ -17,17 +17,20 @@ def logits_of(hidden, weight, bias=None, logit_scale=1.0, softcap=None) -> Tenso
 
 def cross_entropy(
     hidden, weight, target, *, bias=None, logit_scale=1.0, softcap=None, ignore_index=-100, reduction="mean",
-    label_smoothing=0.0, z_loss=0.0,
+    class_weight=None, label_smoothing=0.0, z_loss=0.0,
 ):  # fmt: skip
     """What `vpcce.linear_cross_entropy` says it equals, on one rank."""
     x = logits_of(hidden, weight, bias, logit_scale, softcap)
     flat = target.flatten().long()
-    loss = F.cross_entropy(x, flat, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing)
+    options = dict(weight=class_weight, ignore_index=ignore_index, label_smoothing=label_smoothing)
+    loss = F.cross_entropy(x, flat, reduction="none", **options)
     kept = flat != ignore_index
-    loss = loss + torch.where(kept, z_loss * x.logsumexp(-1).square(), 0.0)
+    z_term = torch.where(kept, z_loss * x.logsumexp(-1).square(), 0.0)
     if reduction == "none":
-        return loss.view(target.shape)
-    return loss.sum() / (kept.sum().clamp(min=1) if reduction == "mean" else 1)
+        return (loss + z_term).view(target.shape)
+    if reduction == "mean" and kept.any():
+        return F.cross_entropy(x, flat, **options) + z_term.sum() / kept.sum()
+    return loss.sum() + z_term.sum()
 
 
 def problem(n, v, d, dtype=torch.float64, *, bias=False, seed=0, ignored=0.0, device="cpu", scale=1.0):

@@ -1,6 +1,7 @@
 """Vocabulary-parallel Cut Cross-Entropy: the loss of a language-model head without its logits."""
 
-from vpcce.loss import LinearCrossEntropy, LinearStats, linear_cross_entropy, linear_logprobs, linear_stats
+from vpcce.loss import LinearStats, linear_cross_entropy, linear_logprobs, linear_stats
+from vpcce.module import LinearCrossEntropy
 from vpcce.parallel.shard import VocabShard
 from vpcce.policy import exact, filtered, sampled
 

@@ -27,6 +27,7 @@ class Arguments:
     target: Tensor  # [N] int64
     bias: Tensor | None
     scale: Tensor | None  # 0-dim, when logit_scale was passed as a tensor
+    class_weight: Tensor | None  # [vocab_size], in the dtype of the statistics
     logit_scale: float
     softcap: float | None
     main_grad: Tensor | None
@@ -50,6 +51,7 @@ def prepare(
     entropy: bool = False,
     argmax: bool = False,
     logit_sum: bool = False,
+    class_weight: Tensor | None = None,
     main_grad: Tensor | None = None,
     reduce_hidden_grad: bool = True,
 ) -> Arguments:
@@ -64,6 +66,7 @@ def prepare(
         _check_sizes(who, hidden, weight, target, bias, shard, collectives.size(group), sequence_parallel)
         _check_options(who, ignore_index, softcap, logit_scale, weight)
         _check_main_grad(who, main_grad, weight)
+        _check_class_weight(who, class_weight, shard.vocab_size, hidden.device)
         policies = resolve(backward, hidden.dtype, hidden.device)
     except (TypeError, ValueError) as error:
         if shard.check and not torch.compiler.is_compiling():
@@ -98,6 +101,7 @@ def prepare(
         target=target.reshape(-1).to(torch.int64),
         bias=bias,
         scale=logit_scale if is_tensor else None,
+        class_weight=None if class_weight is None else class_weight.detach().to(_stats_dtype(hidden, weight)),
         logit_scale=1.0 if is_tensor else logit_scale,
         softcap=softcap,
         main_grad=main_grad,
@@ -179,6 +183,23 @@ def _check_main_grad(who: str, main_grad, weight: Tensor) -> None:
         )
     if main_grad.dtype not in FLOATS:
         raise TypeError(f"{who}: main_grad must be bfloat16, float16, float32 or float64, got {main_grad.dtype}")
+
+
+def _check_class_weight(who: str, class_weight, vocab_size: int, device: torch.device) -> None:
+    if class_weight is None:
+        return
+    if not isinstance(class_weight, Tensor) or class_weight.dtype not in FLOATS:
+        got = class_weight.dtype if isinstance(class_weight, Tensor) else type(class_weight).__name__
+        raise TypeError(f"{who}: class_weight must be a tensor of floats, got {got}")
+    if class_weight.shape != (vocab_size,) or class_weight.device != device:
+        raise ValueError(
+            f"{who}: expected a class_weight of shape [{vocab_size}] (the whole vocabulary) on {device}, "
+            f"got {_shape(class_weight)} on {class_weight.device}"
+        )
+
+
+def _stats_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    return torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
 
 
 def _group_of(who: str, shard: VocabShard) -> dist.ProcessGroup | None:

@@ -16,14 +16,15 @@ its tokens of it), and the gradient of its own rows of the weight. A loss that i
 averaged over them again.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vpcce import autograd
 from vpcce.arguments import Arguments, prepare
 from vpcce.parallel.shard import VocabShard
+from vpcce.targets import next_tokens
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -65,7 +66,8 @@ def linear_stats(
         entropy = torch.distributions.Categorical(logits=logits).entropy()
         argmax = logits.argmax(-1)
 
-    over the whole vocabulary of all ranks. Neither the logits nor their gradient are ever materialised.
+    over the whole vocabulary of all ranks. Neither the logits nor their gradient are ever materialised. The accuracy
+    of teacher-forced predictions is `(stats.argmax == target)[target != ignore_index].float().mean()`.
 
     Args:
         hidden: [..., D], what the model hands to its head; bf16, fp16, fp32, or fp64 on the CPU.
@@ -112,35 +114,49 @@ def linear_cross_entropy(
     shard: VocabShard | None = None,
     ignore_index: int | None = -100,
     reduction: str = "mean",
+    class_weight: Tensor | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    return_z_loss: bool = False,
     softcap: float | None = None,
     logit_scale: float | Tensor = 1.0,
     backward="auto",
     sequence_parallel: bool = False,
+    shift: bool = False,
+    cu_seqlens: Tensor | None = None,
     main_grad: Tensor | None = None,
     reduce_hidden_grad: bool = True,
-) -> Tensor:
+) -> Any:  # a Tensor; with return_z_loss a pair of them
     """Cross-entropy of a language-model head.
 
     Equals::
 
         logits = logit_scale * (hidden @ weight.T + bias).float()
         logits = softcap * torch.tanh(logits / softcap)          # with a softcap
-        F.cross_entropy(logits.flatten(0, -2), target.flatten(), ignore_index=ignore_index, reduction=reduction,
-                        label_smoothing=label_smoothing)
-        + z_loss * logits.logsumexp(-1) ** 2                     # reduced in the same way
+        F.cross_entropy(logits.flatten(0, -2), target.flatten(), weight=class_weight, ignore_index=ignore_index,
+                        reduction=reduction, label_smoothing=label_smoothing)
+        + z_loss * logits.logsumexp(-1) ** 2                     # reduced over the tokens that are not ignored
 
     over the whole vocabulary of all ranks, except that "mean" over no token is 0 with zero gradients, where
-    PyTorch gives NaN. Neither the logits nor their gradient are ever materialised.
+    PyTorch gives NaN. With `shift`, logits[..., :-1, :] stand against target[..., 1:]. Neither the logits nor their
+    gradient are ever materialised.
 
     Args:
         hidden, weight, target, bias, shard, ignore_index, softcap, logit_scale, backward, sequence_parallel,
             main_grad, reduce_hidden_grad: see `linear_stats`.
         reduction: "mean" over the tokens that are not ignored, "sum", or "none".
+        class_weight: [vocab_size], the same on all ranks; a token's loss is multiplied with its target's weight, and
+            "mean" divides by the sum of these. It gets no gradient.
         label_smoothing: in [0, 1]; the target keeps 1 - label_smoothing, the rest is spread evenly over all
-            `vocab_size` ids: (1 - s) * (lse - target_logit) + s * (lse - mean of all logits).
-        z_loss: weight of lse^2, which keeps the softmax's normaliser near 1.
+            `vocab_size` ids: (1 - s) * (lse - target_logit) + s * (lse - mean of all logits). With class weights w:
+            (1 - s) * w[target] * (lse - target_logit) + s / vocab_size * sum_v w[v] * (lse - logit_v).
+        z_loss: weight of lse^2, which keeps the softmax's normaliser near 1. Class weights do not touch it: its
+            "mean" is over tokens.
+        return_z_loss: return (loss, z) for logging; z is the loss's z-loss part, detached.
+        shift: target holds the tokens themselves, and each predicts the next one along target's last dimension. Only
+            the targets move; the last position has no label and counts as ignored.
+        cu_seqlens: [B + 1] integers, the sequences' bounds in a flat target of packed sequences; with `shift`, the
+            last token of each has no label.
 
     Returns:
         fp32 (fp64 for fp64 arguments): a scalar, or the target's shape with reduction "none". Same on all ranks.
@@ -153,23 +169,25 @@ def linear_cross_entropy(
         raise ValueError(f"{who}: reduction must be one of {REDUCTIONS}, got {reduction!r}")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"{who}: label_smoothing must be in [0, 1], got {label_smoothing}")
+    target = next_tokens(who, hidden, target, shift, cu_seqlens, ignore_index, sequence_parallel)
     call = prepare(
         who, hidden, weight, target, bias=bias, shard=shard, ignore_index=ignore_index, softcap=softcap,
         logit_scale=logit_scale, backward=backward, sequence_parallel=sequence_parallel,
-        logit_sum=label_smoothing > 0, main_grad=main_grad, reduce_hidden_grad=reduce_hidden_grad,
+        logit_sum=label_smoothing > 0, class_weight=class_weight, main_grad=main_grad,
+        reduce_hidden_grad=reduce_hidden_grad,
     )  # fmt: skip
     lse, target_logit, _, logit_sum, _ = _run(call)
-    loss = lse - target_logit
+    share = _target_weight(call)
+    loss = lse - target_logit if share is None else share * (lse - target_logit)
     if label_smoothing > 0:
-        loss = loss + label_smoothing * (target_logit - logit_sum / call.settings.vocab_size)
-    if z_loss != 0:
-        loss = loss + z_loss * lse.square()
-    if reduction == "none":
-        return loss.view(call.shape)
-    total = loss.sum()
-    if reduction == "sum":
-        return total
-    return total / _n_kept(call).clamp(min=1)
+        mean_weight = 1.0 if call.class_weight is None else call.class_weight.mean()
+        smooth = mean_weight * lse - logit_sum / call.settings.vocab_size
+        loss = (1 - label_smoothing) * loss + label_smoothing * smooth
+    loss = _reduce(call, loss, reduction, share)
+    if z_loss == 0:
+        return (loss, torch.zeros_like(loss)) if return_z_loss else loss
+    z_term = _reduce(call, z_loss * lse.square(), reduction)
+    return (loss + z_term, z_term.detach()) if return_z_loss else loss + z_term
 
 
 def linear_logprobs(
@@ -207,48 +225,38 @@ def linear_logprobs(
     return (logprobs, stats.entropy) if entropy else logprobs
 
 
-class LinearCrossEntropy(nn.Module):
-    """`linear_cross_entropy` with its options fixed, for code that composes modules.
-
-    Equals ``linear_cross_entropy(hidden, weight, target, bias=bias, **options)``; the options are that function's
-    keyword arguments.
-    """
-
-    def __init__(
-        self,
-        *,
-        shard: VocabShard | None = None,
-        ignore_index: int | None = -100,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        softcap: float | None = None,
-        logit_scale: float | Tensor = 1.0,
-        backward="auto",
-        sequence_parallel: bool = False,
-    ):
-        super().__init__()
-        if reduction not in REDUCTIONS:
-            raise ValueError(f"LinearCrossEntropy: reduction must be one of {REDUCTIONS}, got {reduction!r}")
-        self.options = dict(
-            shard=shard, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
-            z_loss=z_loss, softcap=softcap, logit_scale=logit_scale, backward=backward,
-            sequence_parallel=sequence_parallel,
-        )  # fmt: skip
-
-    def forward(self, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None) -> Tensor:
-        return linear_cross_entropy(hidden, weight, target, bias=bias, **self.options)
-
-    def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
-
-
 def _run(call: Arguments):
+    how = call.settings
+    smoothed_weight = None
+    if call.class_weight is not None and how.logit_sum:
+        smoothed_weight = call.class_weight[how.start : how.start + how.n_valid]
     outputs = autograd.head_stats(
-        call.hidden, call.weight, call.target, bias=call.bias, scale=call.scale, logit_scale=call.logit_scale,
-        softcap=call.softcap, main_grad=call.main_grad, settings=call.settings,
+        call.hidden, call.weight, call.target, bias=call.bias, scale=call.scale, column_weight=smoothed_weight,
+        logit_scale=call.logit_scale, softcap=call.softcap, main_grad=call.main_grad, settings=how,
     )  # fmt: skip
     return outputs[:5]
+
+
+def _target_weight(call: Arguments) -> Tensor | None:
+    """[N] class weights of the targets, 0 for ignored tokens."""
+    if call.class_weight is None:
+        return None
+    if call.settings.ignore_index is None:
+        return call.class_weight[call.target]
+    kept = call.target != call.settings.ignore_index
+    return torch.where(kept, call.class_weight[torch.where(kept, call.target, 0)], 0.0)
+
+
+def _reduce(call: Arguments, per_token: Tensor, reduction: str, share: Tensor | None = None) -> Tensor:
+    """A "mean" divides by the number of tokens that count, or by the sum of their `share`."""
+    if reduction == "none":
+        return per_token.view(call.shape)
+    if reduction == "sum":
+        return per_token.sum()
+    if share is None:
+        return per_token.sum() / _n_kept(call).clamp(min=1)
+    total = share.sum()
+    return per_token.sum() / torch.where(total == 0, 1.0, total)
 
 
 def _n_kept(call: Arguments) -> Tensor:

@@ -1,0 +1,186 @@
+"""Options of the losses against `F.cross_entropy` and autograd in fp64, on one rank and on uneven shards of several."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+import truth
+from spawn import run_ranks
+
+import vpcce
+
+
+def uneven(rank: int, world: int, v: int) -> vpcce.VocabShard:
+    """Shards of 1, 2, 3, ... parts of the vocabulary; one rank owns it whole."""
+    parts = world * (world + 1) // 2
+    edges = [v * (r * (r + 1) // 2) // parts for r in range(world + 1)]
+    return vpcce.VocabShard(edges[rank], edges[rank + 1], v)
+
+
+def shard_of(rank: int, world: int, hidden, weight, bias, sequence_parallel=False):
+    """What one rank holds: hidden, its rows of weight and bias as fresh leaves, and its shard."""
+    shard = uneven(rank, world, weight.shape[0])
+    mine = hidden.view(world, -1, *hidden.shape[1:])[rank] if sequence_parallel else hidden
+    parts = (mine, weight[shard.start : shard.stop], bias[shard.start : shard.stop])
+    return [part.detach().clone().requires_grad_() for part in parts], shard
+
+
+def assert_ranks_equal(outputs, expected, d_hidden, d_weight, d_bias, sequence_parallel=False, world=1):
+    """`outputs` holds (result, dE, dC, dbias) per rank as NumPy arrays, `expected` the plain results."""
+    for rank, (result, e, c, b) in enumerate([[torch.from_numpy(t) for t in output] for output in outputs]):
+        shard = uneven(rank, world, d_weight.shape[0])
+        mine = d_hidden.view(world, -1, *d_hidden.shape[1:])[rank] if sequence_parallel else d_hidden
+        torch.testing.assert_close(result, expected.detach(), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(e, mine, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(c, d_weight[shard.start : shard.stop], rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(b, d_bias[shard.start : shard.stop], rtol=1e-9, atol=1e-12)
+
+
+def run(world: int, function, *args) -> list:
+    """`run_ranks`, without processes for one rank."""
+    return [function(0, 1, *args)] if world == 1 else run_ranks(world, function, world, *args)
+
+
+def class_weights(v: int, dtype=torch.float64):
+    """Some are 0, as for a padding id that must not count."""
+    weights = torch.rand(v, generator=torch.Generator().manual_seed(5), dtype=torch.float64) * 3
+    weights[::5] = 0
+    return weights.to(dtype)
+
+
+def weighted(rank, world, options, sequence_parallel):
+    hidden, weight, bias, target = truth.problem(24, 61, 6, bias=True, ignored=0.2)
+    leaves, shard = shard_of(rank, world, hidden, weight, bias, sequence_parallel)
+    loss = vpcce.linear_cross_entropy(
+        leaves[0], leaves[1], target, bias=leaves[2], shard=shard, class_weight=class_weights(61),
+        sequence_parallel=sequence_parallel, **options,
+    )  # fmt: skip
+    upstream = torch.linspace(0.5, 1.5, max(loss.numel(), 1)).view(loss.shape)
+    return [t.detach().numpy() for t in (loss, *torch.autograd.grad(loss, leaves, upstream.to(loss.dtype)))]
+
+
+@pytest.mark.parametrize("world, sequence_parallel", [(1, False), (3, False), (2, True)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(reduction="mean"),
+        dict(reduction="none", label_smoothing=0.2),
+        dict(reduction="mean", label_smoothing=0.2, softcap=5.0, z_loss=1e-2),
+    ],
+    ids=["mean", "none, smoothed", "mean, smoothed, softcap, z-loss"],
+)
+def test_class_weight(world, sequence_parallel, options):
+    hidden, weight, bias, target = truth.problem(24, 61, 6, bias=True, ignored=0.2)
+    plain = truth.cross_entropy(hidden, weight, target, bias=bias, class_weight=class_weights(61), **options)
+    upstream = torch.linspace(0.5, 1.5, max(plain.numel(), 1)).view(plain.shape).to(plain.dtype)
+    grads = torch.autograd.grad(plain, (hidden, weight, bias), upstream)
+    outputs = run(world, weighted, options, sequence_parallel)
+    assert_ranks_equal(outputs, plain, *grads, sequence_parallel=sequence_parallel, world=world)
+
+
+def test_class_weight_on_a_padded_vocabulary_and_in_fp32():
+    hidden, weight, bias, target = truth.problem(24, 64, 6, torch.float32, bias=True)
+    target %= 50
+    options = dict(class_weight=class_weights(50, torch.float32), label_smoothing=0.3)
+    shard = vpcce.VocabShard(0, 64, 50)
+    loss = vpcce.linear_cross_entropy(hidden, weight, target, bias=bias, shard=shard, **options)
+    plain = truth.cross_entropy(hidden, weight[:50], target, bias=bias[:50], **options)
+    assert loss.dtype == torch.float32
+    for a, b in zip((loss, *torch.autograd.grad(loss, (hidden, weight, bias))),
+                    (plain, *torch.autograd.grad(plain, (hidden, weight, bias))), strict=True):  # fmt: skip
+        torch.testing.assert_close(a, b)
+
+
+def test_class_weights_of_zero_give_zero_not_nan():
+    hidden, weight, _, target = truth.problem(5, 9, 3)
+    loss = vpcce.linear_cross_entropy(hidden, weight, target, class_weight=torch.zeros(9), label_smoothing=0.1)
+    assert loss == 0 and all((g == 0).all() for g in torch.autograd.grad(loss, (hidden, weight)))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_z_loss_is_reported(reduction):
+    hidden, weight, _, target = truth.problem(24, 50, 6, ignored=0.3)
+    options = dict(reduction=reduction, class_weight=class_weights(50))
+    loss, z = vpcce.linear_cross_entropy(hidden, weight, target, z_loss=1e-2, return_z_loss=True, **options)
+    torch.testing.assert_close(loss, truth.cross_entropy(hidden, weight, target, z_loss=1e-2, **options))
+    torch.testing.assert_close(loss - z, truth.cross_entropy(hidden, weight, target, **options))
+    assert not z.requires_grad
+    _, off = vpcce.linear_cross_entropy(hidden, weight, target, return_z_loss=True, **options)
+    assert off.shape == loss.shape and (off == 0).all()
+
+
+def labels_of(target, bounds):
+    """The next token by a plain loop over sequences."""
+    flat = target.flatten()
+    label = torch.full_like(flat, -100)
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        for position in range(start, stop - 1):
+            label[position] = flat[position + 1]
+    return label.view(target.shape)
+
+
+PACKED = [0, 0, 7, 8, 8, 20, 24]  # empty sequences in front and inside, one of a single token
+
+
+def shifted(rank, world, packed, sequence_parallel):
+    hidden, weight, bias, target = truth.problem(24, 61, 6, bias=True, ignored=0.1)
+    options: dict = {}
+    if packed:
+        options["cu_seqlens"] = torch.tensor(PACKED, dtype=torch.int32)
+    else:
+        hidden, target = hidden.view(6, 4, 6), target.view(6, 4)
+    leaves, shard = shard_of(rank, world, hidden, weight, bias, sequence_parallel)
+    loss = vpcce.linear_cross_entropy(
+        leaves[0], leaves[1], target.int(), bias=leaves[2], shard=shard, sequence_parallel=sequence_parallel,
+        shift=True, **options,
+    )  # fmt: skip
+    return [t.detach().numpy() for t in (loss, *torch.autograd.grad(loss, leaves))]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("world, sequence_parallel", [(1, False), (3, False), (2, True)])
+def test_shift(world, sequence_parallel, packed):
+    hidden, weight, bias, target = truth.problem(24, 61, 6, bias=True, ignored=0.1)
+    label = labels_of(target, PACKED if packed else range(0, 25, 4))
+    plain = truth.cross_entropy(hidden, weight, label, bias=bias)
+    d_hidden, d_weight, d_bias = torch.autograd.grad(plain, (hidden, weight, bias))
+    outputs = run(world, shifted, packed, sequence_parallel)
+    d_hidden = d_hidden if packed else d_hidden.view(6, 4, 6)
+    assert_ranks_equal(outputs, plain, d_hidden, d_weight, d_bias, sequence_parallel=sequence_parallel, world=world)
+
+
+def test_shift_equals_slicing_as_trainers_do():
+    hidden, weight, _, target = truth.problem(24, 50, 6)
+    hidden, target = hidden.view(3, 8, 6), target.view(3, 8)
+    loss = vpcce.LinearCrossEntropy(shift=True)(hidden, weight, target)
+    logits = truth.logits_of(hidden[:, :-1], weight)
+    torch.testing.assert_close(loss, F.cross_entropy(logits, target[:, 1:].flatten()))
+    per_token = vpcce.linear_cross_entropy(hidden, weight, target, shift=True, reduction="none")
+    assert per_token.shape == (3, 8) and (per_token[:, -1] == 0).all()
+    assert vpcce.linear_cross_entropy(hidden[:, :0], weight, target[:, :0], shift=True) == 0
+
+
+HIDDEN, WEIGHT, TARGET = torch.randn(6, 4), torch.randn(10, 4), torch.arange(6)
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        (dict(class_weight=torch.ones(9)), ValueError, r"class_weight of shape \[10\] \(the whole vocabulary\) on cpu"),
+        (dict(class_weight=[1.0] * 10), TypeError, "class_weight must be a tensor of floats, got list"),
+        (dict(class_weight=torch.ones(10).long()), TypeError, "a tensor of floats, got torch.int64"),
+        (dict(cu_seqlens=torch.tensor([0, 6])), ValueError, "expected shift=True, got shift=False"),
+        (dict(shift=True, ignore_index=None), ValueError, "expected an ignore_index, got None"),
+        (dict(shift=True, cu_seqlens=[0, 6]), TypeError, "cu_seqlens must be a tensor of int32 or int64, got list"),
+        (dict(shift=True, cu_seqlens=torch.tensor(6)), ValueError, r"shape \[sequences \+ 1\] on cpu, got \[\]"),
+        (dict(shift=True, hidden=HIDDEN.view(2, 3, 4)), ValueError, "cannot see where sequences end in a flat target"),
+        (
+            dict(shift=True, cu_seqlens=torch.tensor([0, 6]), hidden=HIDDEN.view(2, 3, 4), target=TARGET.view(2, 3)),
+            ValueError,
+            r"cu_seqlens belongs to a flat target, got \[2, 3\]",
+        ),
+    ],
+)
+def test_message(options, error, message):
+    arguments = dict(hidden=HIDDEN, target=TARGET) | options
+    with pytest.raises(error, match=message):
+        vpcce.linear_cross_entropy(weight=WEIGHT, **arguments)
