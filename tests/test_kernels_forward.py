@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import triton
+import triton.language as tl
 from interpreter import prepare_kernels
 from vpcce.kernels import tiles
+from vpcce.kernels.forward import forward_stats
 from vpcce.kernels.launch_table import choose_splits
 from vpcce.kernels.local import local_stats
 from vpcce.kernels.problem import Head
@@ -29,6 +31,26 @@ ROUNDING = 4e-6  # some 30 fp32 roundings, relative to max(1, |value|)
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     prepare_kernels(monkeypatch)
+
+
+@triton.jit
+def _bf16_kernel(a_ptr, b_ptr, sum_ptr, less_ptr, dot_ptr):
+    i = tl.arange(0, 16)
+    at = i[:, None] * 16 + i[None, :]
+    a, b = tl.load(a_ptr + at), tl.load(b_ptr + at)
+    tl.store(sum_ptr + at, a + b)
+    tl.store(less_ptr + at, (a < b).to(tl.int32))
+    tl.store(dot_ptr + at, tl.dot(a, b).to(tl.bfloat16))
+
+
+def test_the_interpreter_computes_bf16_as_pytorch_does():
+    """Bitwise: one rounding to nearest even per operation. The product may fall the other way at a tie."""
+    a, b = torch.randn(2, 16, 16).to(BF16)
+    total, dot, less = torch.empty_like(a), torch.empty_like(a), torch.empty(16, 16, dtype=torch.int32)
+    _bf16_kernel[(1,)](a, b, total, less, dot)
+    assert torch.equal(total, a + b) and torch.equal(less.bool(), a < b)
+    torch.testing.assert_close(dot, (a.double() @ b.double()).to(BF16), rtol=2**-7, atol=1e-6)
+    assert (dot == (a.double() @ b.double()).to(BF16)).float().mean() > 0.98
 
 
 @dataclass
@@ -181,6 +203,39 @@ def test_argmax_of_equals_is_the_lowest():
     weight[[7, 9, 300, 599]] = 1.0
     stats = local_stats(torch.ones(2, 16), Head(weight), torch.tensor([-1, -1]), argmax=True)
     assert stats.argmax.tolist() == [7, 7]
+
+
+@pytest.mark.parametrize("splits", [1, 2, 4])
+def test_equals_in_neighbouring_tiles_and_other_splits(splits):
+    """Products of small integers are exact, so most rows have their maximum several times."""
+    g = torch.Generator().manual_seed(3)
+    hidden = torch.randint(-2, 3, (129, 8), generator=g).float()
+    weight = torch.randint(-1, 2, (505, 8), generator=g).float()
+    x = hidden @ weight.T
+    assert ((x == x.amax(1, keepdim=True)).sum(1) > 1).float().mean() > 0.5
+    stats = forward_stats(
+        hidden, Head(weight), torch.full((129,), -1), n_rows=None, entropy=False, argmax=True, logit_sum=False,
+        sampling=None, splits=splits,
+    )  # fmt: skip
+    assert torch.equal(stats.argmax, torch.from_numpy(x.numpy().argmax(1)))  # numpy promises the first
+
+
+def test_splits_change_only_the_order_of_sums():
+    """Bitwise the same maximum under any split; 4 tiles in 3 splits are 2 + 2, in 9 they are 4."""
+    problem = make(130, 505, 72, BF16, bias=0.0, softcap=8.0)
+
+    def run(splits):
+        return forward_stats(
+            problem.hidden, problem.head, problem.target, n_rows=None, entropy=True, argmax=True, logit_sum=True,
+            sampling=None, splits=splits,
+        )  # fmt: skip
+
+    one = run(1)
+    for splits in (2, 3, 9):
+        some = run(splits)
+        assert torch.equal(some.max, one.max) and torch.equal(some.argmax, one.argmax)
+        for name in ("sum", "expected", "logit_sum"):
+            close(getattr(some, name) / 505, getattr(one, name).double() / 505)
 
 
 def test_repeats_bitwise():
