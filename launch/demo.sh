@@ -11,6 +11,7 @@ PYTHONPATH=$(megatron_folder 0.19.2)
 export PYTHONPATH OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 begin=$SECONDS
 for loss in vpcce megatron; do
+    rm -rf "runs/demo-$loss"
     "$python" -m torch.distributed.run --standalone --nproc-per-node 2 launch/pretrain_gpt.py tiny \
         run.name=demo-$loss loss.implementation=$loss "$@"
 done

@@ -76,8 +76,8 @@ class Trainer:
         model = gpt.make_model(settings, on_cpu).to(self.device)
         self.head_memory = report.HeadMemory(model.output_layer)
         self.model, self.optimizer, self.schedule = gpt.wrap(model, settings)
-        self.state = checkpoint.State(model, self.optimizer, self.schedule, Path("runs") / run.name / "checkpoints")
         self.folder = Path("runs") / run.name
+        self.state = checkpoint.State(model, self.optimizer, self.schedule, self.folder / "checkpoints")
         self.seconds: list[float] = []
 
     def batches(self, dataset: Any, first: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -225,6 +225,8 @@ def prepare(config: str, overrides: list[str], resume: bool) -> Trainer:
         if trainer.step >= trainer.last:
             name, step = settings.run.name, trainer.step
             raise ValueError(f"{name} is at step {step} already; raise run.steps or run.stop_after")
+    elif trainer.state.folder.exists():
+        raise ValueError(f"{trainer.folder} holds a run: pass --resume, name another (run.name=), or remove it")
     elif dist.get_rank() == 0:
         trainer.folder.mkdir(parents=True, exist_ok=True)
         (trainer.folder / "metrics.jsonl").write_text("")
