@@ -23,7 +23,7 @@ import torch
 import triton
 from torch import Tensor
 
-from . import pack
+from . import launch_table, pack
 from .marks import WORD_TILE
 from .packed_gradient import packed_gradient_kernel
 from .packed_products import (
@@ -33,12 +33,13 @@ from .packed_products import (
 )
 from .packed_stream import packed_stream_kernel
 from .problem import Head, HiddenGradReady, Marks, Policy, RowGradients
+from .tiles import Source
 
 ROW_BLOCK = 128
 SUPER_BLOCK = 4  # row blocks that share a coin
 MAX_ROUNDS = 12
 ARENA_BYTES = 40 << 20  # G of one round, where it has memory of its own
-EXTRA_BYTES = 24 << 20  # G behind dC's storage: the last group's has no later columns to lie in
+EXTRA_BYTES = 20 << 20  # G behind dC's storage: the last group's has no later columns to lie in
 LARGE_GROUP = 16384
 SMALL_GROUP = (
     4096  # below LARGE_VOCABULARY columns are kept more densely, and the last group's G must fit in `extra`
@@ -86,6 +87,8 @@ class _Layout:
     def launch(self, blocks: dict) -> tuple[int, dict]:
         """Number of programs and launch parameters of one of the tables below."""
         parameters = dict(blocks)
+        if launch_table.architecture(self.plan.device) == "gfx9":
+            parameters["num_stages"] = 2  # 64 KiB of shared memory
         return self.processors * parameters.pop("per_processor"), parameters
 
 
@@ -156,8 +159,10 @@ def packed_backward(
     if d_bias is not None:
         work.add_constant_bias(d_bias)
     dense = layout.dense
+    # What is not needed any more serves the dense backward.
+    work.free_lists()
     if not in_place:
-        del work, layout, sums  # their memory serves the dense backward
+        del work, layout, sums
     dense_backward(dense, d_hidden, total, d_bias)
     if d_hidden is not None:
         hidden_grad_ready(d_hidden)
@@ -269,17 +274,22 @@ class _Work:
             GROUP_WORDS=layout.group_words, BLOCK=LIST_BLOCK, num_warps=4,
         )  # fmt: skip
 
+    def free_lists(self) -> None:
+        """dC needs the marks and the unions only."""
+        del self.list, self.keep, self.kept_pair, self.kept_column
+
     def gradient(self, r: int) -> None:
         """G of the round's pairs, and the lists of those that stay."""
         at, rows, head = self.layout, self.rows, self.head
         plan = at.plan[r]
         programs, blocks = at.launch(GRADIENT_BLOCKS[self.half])
+        hidden = Source(self.hidden, ROW_BLOCK, blocks["BLOCK_K"])
         packed_gradient_kernel[(programs,)](
-            self.hidden, head.weight, head.bias, self.target, self.lse, rows.softmax, rows.target, rows.softmax_logit,
+            hidden.source, head.weight, head.bias, self.target, self.lse, rows.softmax, rows.target, rows.softmax_logit,
             self.n_rows, self.marks.seed, self.scale, self.unit, at.start, at.counts, plan, self.list, self.keep,
-            at.storage, at.extra, self.n, self.hidden.stride(0), head.weight.stride(0), head.start, at.n_groups,
+            at.storage, at.extra, self.n, hidden.stride_row, head.weight.stride(0), head.start, at.n_groups,
             self.policy.eps, head.softcap or 0.0, D=self.d, HAS_SOFTCAP=head.softcap is not None,
-            PROGRAMS=programs, PRECISION=self.precision, **blocks,
+            TMA_HIDDEN=hidden.tma, PROGRAMS=programs, PRECISION=self.precision, **blocks,
         )  # fmt: skip
         pack.keep_kernel[(at.processors * 4,)](
             self.marks.bits, self.word_start, self.keep, plan, self.kept_bits, self.kept_counts, self.n_words,

@@ -24,8 +24,7 @@ from .pack import (
     PLAN_SPILL,
     PLAN_STORAGE_SHIFT,
 )
-
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+from .tiles import LOG2E
 
 
 @triton.jit
@@ -46,7 +45,7 @@ def arena_rows(storage_ptr, extra_ptr, arena, pair):
 
 @triton.jit
 def packed_gradient_kernel(
-    hidden_ptr,  # [N, D]
+    hidden,  # [N, D] descriptor or pointer
     weight_ptr,  # [V, D]
     bias_ptr,  # [V] or None
     target_ptr,  # [N] int64, local columns
@@ -74,6 +73,7 @@ def packed_gradient_kernel(
     softcap,
     D: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    TMA_HIDDEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -105,7 +105,6 @@ def packed_gradient_kernel(
         key, second_key = coin_key(seed, row_block // 4)
         first_pair = tl.load(start_ptr + row_block * n_groups + group)
         n_pairs = tl.load(counts_ptr + row_block * n_groups + group).to(tl.int32)
-        hidden = hidden_ptr + rows.to(tl.int64)[:, None] * stride_hidden + offs_k[None, :]
         for t in range(0, n_pairs, BLOCK_N):
             offs_n = t + tl.arange(0, BLOCK_N)
             inside = offs_n < n_pairs
@@ -114,11 +113,17 @@ def packed_gradient_kernel(
             weight = weight_ptr + column.to(tl.int64)[None, :] * stride_weight + offs_k[:, None]
             acc = tl.zeros((128, BLOCK_N), tl.float32)
             for k in range(0, D, BLOCK_K):
+                if TMA_HIDDEN:
+                    h = hidden.load([row_block * 128, k])
+                else:
+                    at = hidden + rows.to(tl.int64)[:, None] * stride_hidden + (k + offs_k)[None, :]
+                    if D % BLOCK_K == 0:
+                        h = tl.load(at, mask=valid[:, None], other=0.0)
+                    else:
+                        h = tl.load(at, mask=valid[:, None] & (offs_k < D - k)[None, :], other=0.0)
                 if D % BLOCK_K == 0:
-                    h = tl.load(hidden + k, mask=valid[:, None], other=0.0)
                     w = tl.load(weight + k)
                 else:
-                    h = tl.load(hidden + k, mask=valid[:, None] & (offs_k < D - k)[None, :], other=0.0)
                     w = tl.load(weight + k, mask=(offs_k < D - k)[:, None], other=0.0)
                 acc = tl.dot(h.to(dtype), w.to(dtype), acc, input_precision=PRECISION)
             if bias_ptr is not None:
