@@ -62,10 +62,10 @@ def gradient_kernel(
     bias_ptr,  # [width] or None
     scale_ptr,  # [] fp32 or None
     column_weight_ptr,  # [width] or None
-    target_ptr,  # [N] int64, rows of the whole shard
+    target_ptr,  # [N, PER_TOKEN] int64, rows of the whole shard
     lse_ptr,  # [N]
     softmax_ptr,  # [N]
-    target_grad_ptr,  # [N]
+    target_grad_ptr,  # [N, PER_TOKEN]
     softmax_logit_ptr,  # [N] or None
     constant_ptr,  # [N] or None
     unit_ptr,  # [] or None
@@ -86,6 +86,7 @@ def gradient_kernel(
     D: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     FILTER: tl.constexpr,
+    PER_TOKEN: tl.constexpr,  # 1 with FILTER
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -123,15 +124,20 @@ def gradient_kernel(
             bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
         x = logits_of(acc, bias, scale, softcap, HAS_SOFTCAP)
         lse = tl.load(lse_ptr + rows, mask=counts, other=float("inf")) * LOG2E
-        target = tl.load(target_ptr + rows, mask=counts, other=-1) - first_column
+        target = tl.load(target_ptr + rows * PER_TOKEN, mask=counts, other=-1) - first_column
         per_row = tl.load(softmax_ptr + rows, mask=counts, other=0.0)[:, None]
         p = tl.exp2(x * LOG2E - lse[:, None])
         if softmax_logit_ptr is not None:
             slope = tl.load(softmax_logit_ptr + rows, mask=counts, other=0.0)
             per_row = per_row + slope[:, None] * tl.where(p > 0.0, x, 0.0)
-        target_grad = tl.load(target_grad_ptr + rows, mask=counts, other=0.0)
+        target_grad = tl.load(target_grad_ptr + rows * PER_TOKEN, mask=counts, other=0.0)
         onehot = target[:, None] == columns[None, :]
         g = p * per_row + tl.where(onehot, target_grad[:, None], 0.0)
+        if PER_TOKEN > 1:
+            for k in range(1, PER_TOKEN):
+                target = tl.load(target_ptr + rows * PER_TOKEN + k, mask=counts, other=-1) - first_column
+                target_grad = tl.load(target_grad_ptr + rows * PER_TOKEN + k, mask=counts, other=0.0)
+                g += tl.where(target[:, None] == columns[None, :], target_grad[:, None], 0.0)
         if FILTER:
             g = tl.where(_kept_tiles(p, onehot, counts, inside, filter_eps, BLOCK_M, BLOCK_N)[None, :], g, 0.0)
         if constant_ptr is not None:
@@ -293,7 +299,7 @@ def _filling_width(n: int, d: int, most: int, step: int, programs: int) -> int:
 def dense_backward(
     hidden: Tensor,  # [N, D]
     head: Head,
-    target: Tensor,  # [N] int64, local rows, -1 for elsewhere
+    target: Tensor,  # [N] or [N, K] int64, local rows, -1 for elsewhere
     lse: Tensor,  # [N]
     rows: RowGradients,
     *,
@@ -384,6 +390,7 @@ class _DenseRun:
             self.predicate, g.source, self.n, stop - start, start, h.stride_row, h.stride_col, w.stride_row,
             w.stride_col, g.stride_row, head.softcap or 1.0, self.filter_eps or 0.0, self.programs,
             D=self.d, HAS_SOFTCAP=head.softcap is not None, FILTER=self.filter_eps is not None,
+            PER_TOKEN=self.target.shape[1] if self.target.dim() > 1 else 1,
             BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k,
             TMA_HIDDEN=h.tma, TMA_WEIGHT=w.tma, TMA_GRAD=g.tma, DTYPE=TL_DTYPE[self.dtype], PRECISION="ieee",
             num_warps=t.num_warps, num_stages=t.num_stages,

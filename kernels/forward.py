@@ -209,7 +209,7 @@ def merge_splits_kernel(
 def forward_stats(
     hidden: Tensor,  # [N, D]
     head: Head,
-    target: Tensor,  # [N] int64, local rows, -1 for elsewhere
+    target: Tensor,  # [N] or [N, K] int64, local rows, -1 for elsewhere
     *,
     n_rows: Tensor | None,
     entropy: bool,
@@ -231,7 +231,7 @@ def forward_stats(
         stats = LocalStats(
             torch.full((n,), -torch.inf, device=device),
             torch.zeros(n, device=device),
-            torch.zeros(n, device=device),
+            torch.zeros(target.shape, device=device),
             torch.zeros(n, device=device) if entropy else None,
             torch.zeros(n, dtype=torch.int64, device=device) if argmax else None,
             torch.zeros(n, device=device) if logit_sum else None,

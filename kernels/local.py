@@ -29,7 +29,7 @@ FALLBACK_ROWS = 2048  # tokens whose dE the dense fallback of the packed backwar
 def local_stats(
     hidden: Tensor,  # [N, D]
     head: Head,
-    target: Tensor,  # [N] int64, local rows, -1 for elsewhere
+    target: Tensor,  # [N] or [N, K] int64, local rows, -1 for elsewhere
     *,
     n_rows: Tensor | None = None,
     entropy: bool = False,
@@ -47,7 +47,7 @@ def local_stats(
 def local_backward(
     hidden: Tensor,  # [N, D]
     head: Head,
-    target: Tensor,  # [N] int64, local rows, -1 for elsewhere
+    target: Tensor,  # [N] or [N, K] int64, local rows, -1 for elsewhere
     lse: Tensor,  # [N], over the whole vocabulary
     rows: RowGradients,
     *,

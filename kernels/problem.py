@@ -7,7 +7,7 @@ bonuses, RL ratios) has already been folded into four numbers per row, so a back
 
     z = scale * (hidden @ weight.T + bias)             x = softcap * tanh(z / softcap), or z without a softcap
     p = exp(x - lse)
-    G = p * (softmax + softmax_logit * x) + onehot(target) * target + constant * column_weight
+    G = p * (softmax + softmax_logit * x) + sum_k onehot(target_k) * target_k + constant * column_weight
     d loss / d z = G * (1 - (x / softcap)^2)
 
 Statistics and row gradients are fp32 (fp64 when hidden is fp64); logits are natural-log units.
@@ -56,7 +56,7 @@ class LocalStats:
 
     max: Tensor  # [N]
     sum: Tensor  # [N], sum of exp(x - max)
-    target_logit: Tensor  # [N], 0 where the target lives elsewhere
+    target_logit: Tensor  # [N], or [N, K] like the targets; 0 where the target lives elsewhere
     expected: Tensor | None = None  # [N], sum of exp(x - max) * x
     argmax: Tensor | None = None  # [N] int64, local row of the maximum, the lowest one of equals
     logit_sum: Tensor | None = None  # [N], sum of column_weight * x; asked for only with a softcap, else it is linear
@@ -68,7 +68,7 @@ class RowGradients:
     """Upstream gradients per token, see the formula above."""
 
     softmax: Tensor  # [N]
-    target: Tensor  # [N]
+    target: Tensor  # [N], or [N, K] like the targets: every chosen id has its own; the policy is exact then
     softmax_logit: Tensor | None = None  # [N]
     constant: Tensor | None = None  # [N]
 

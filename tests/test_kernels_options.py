@@ -42,3 +42,12 @@ def test_class_weight_with_label_smoothing(options):
     ours = vpcce.linear_cross_entropy(leaves[0], leaves[1], target, bias=leaves[2], backward=policy, **options)
     plain = truth.cross_entropy(wide[0], wide[1], target, bias=wide[2], **options)
     compare(ours, plain, leaves, wide)
+
+
+@pytest.mark.parametrize("options", [dict(), dict(softcap=3.0, logit_scale=1.3)], ids=["plain", "softcap, scale"])
+def test_logprobs_of_several_ids(options):
+    """300 columns: ids in more than one tile, some twice for a token, some ignored."""
+    leaves, wide, _ = problem(20, 300, 16)
+    ids = truth.several_ids(20, 3, 300)
+    ours = vpcce.linear_logprobs(leaves[0], leaves[1], ids, bias=leaves[2], **options)
+    compare(ours, truth.logprobs_of_ids(wide[0], wide[1], ids, bias=wide[2], **options), leaves, wide)

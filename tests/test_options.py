@@ -184,3 +184,145 @@ def test_message(options, error, message):
     arguments = dict(hidden=HIDDEN, target=TARGET) | options
     with pytest.raises(error, match=message):
         vpcce.linear_cross_entropy(weight=WEIGHT, **arguments)
+
+
+def logprobs_of_several(rank, world, options, sequence_parallel):
+    hidden, weight, bias, _ = truth.problem(24, 61, 6, bias=True)
+    leaves, shard = shard_of(rank, world, hidden, weight, bias, sequence_parallel)
+    logprobs, entropy = vpcce.linear_logprobs(
+        leaves[0], leaves[1], truth.several_ids(24, 5, 61), bias=leaves[2], shard=shard, entropy=True,
+        sequence_parallel=sequence_parallel, backward=vpcce.sampled(), **options,
+    )  # fmt: skip
+    assert (logprobs <= 0).all()
+    total = (logprobs * torch.linspace(0.5, 1.5, logprobs.numel()).view(24, 5)).sum() + entropy.sum()
+    return [t.detach().numpy() for t in (logprobs, *torch.autograd.grad(total, leaves))]
+
+
+@pytest.mark.parametrize("world, sequence_parallel", [(1, False), (3, False), (2, True)])
+@pytest.mark.parametrize("options", [dict(), dict(softcap=3.0, logit_scale=1.3)], ids=["plain", "softcap, scale"])
+def test_logprobs_of_several_ids(world, sequence_parallel, options):
+    hidden, weight, bias, _ = truth.problem(24, 61, 6, bias=True)
+    ids = truth.several_ids(24, 5, 61)
+    plain = truth.logprobs_of_ids(hidden, weight, ids, bias=bias, **options)
+    x = truth.logits_of(hidden, weight, bias=bias, **options)
+    entropy = torch.distributions.Categorical(logits=x).entropy()[(ids >= 0).any(1)]
+    total = (plain * torch.linspace(0.5, 1.5, plain.numel()).view(24, 5)).sum() + entropy.sum()
+    grads = torch.autograd.grad(total, (hidden, weight, bias))
+    outputs = run(world, logprobs_of_several, options, sequence_parallel)
+    assert_ranks_equal(outputs, plain, *grads, sequence_parallel=sequence_parallel, world=world)
+
+
+def test_several_ids_are_told_from_one_by_their_shape():
+    hidden, weight, _, target = truth.problem(24, 50, 6)
+    one = vpcce.linear_logprobs(hidden, weight, target)
+    assert torch.equal(vpcce.linear_logprobs(hidden, weight, target[:, None])[:, 0], one)
+    deep = vpcce.linear_logprobs(hidden.view(2, 12, 6), weight, target.view(2, 12, 1).expand(2, 12, 3).int())
+    assert torch.equal(deep, one.view(2, 12, 1).expand(2, 12, 3))
+    stats = vpcce.linear_stats(hidden, weight, target[:, None].expand(24, 4), argmax=True)
+    assert [t.shape for t in (stats.lse, stats.target_logit, stats.argmax)] == [(24,), (24, 4), (24,)]
+    with pytest.raises(ValueError, match=r"expected 1 to 64 ids per token, got a target of \[24, 65\]"):
+        vpcce.linear_logprobs(hidden, weight, target[:, None].expand(24, 65))
+    with pytest.raises(ValueError, match="expected a target of 24 ids"):
+        vpcce.linear_cross_entropy(hidden, weight, target[:, None].expand(24, 2))
+    with pytest.raises(ValueError, match=r"target 50 at position \[1, 0\] is outside"):
+        vpcce.linear_logprobs(hidden[:2], weight, torch.tensor([[1, 2], [50, 3]]))
+
+
+def test_an_ignored_id_inside_the_vocabulary():
+    """ignore_index may be a true id, such as 0 for padding."""
+    hidden, weight, _, target = truth.problem(24, 50, 6)
+    ids = torch.stack([target, torch.zeros_like(target)], 1)
+    logprobs = vpcce.linear_logprobs(hidden, weight, ids, ignore_index=0)
+    assert (logprobs[:, 1] == 0).all()
+    plain = truth.logprobs_of_ids(hidden, weight, ids, ignore_index=0)
+    torch.testing.assert_close(logprobs, plain)
+    for a, b in zip(torch.autograd.grad(logprobs.sum(), (hidden, weight)),
+                    torch.autograd.grad(plain.sum(), (hidden, weight)), strict=True):  # fmt: skip
+        torch.testing.assert_close(a, b)
+
+
+def dense_of(ids, probs, v):
+    """The distribution [N, V] that ids and probabilities stand for."""
+    kept = ids != -100
+    dense = torch.zeros(ids.shape[0], v, dtype=probs.dtype)
+    return dense.scatter_add(1, torch.where(kept, ids, 0), torch.where(kept, probs, 0.0))
+
+
+def soft(rank, world, options, sequence_parallel):
+    hidden, weight, bias, _ = truth.problem(24, 61, 6, bias=True)
+    leaves, shard = shard_of(rank, world, hidden, weight, bias, sequence_parallel)
+    loss = vpcce.linear_soft_cross_entropy(
+        leaves[0], leaves[1], truth.several_ids(24, 5, 61).int(), PROBS, bias=leaves[2], shard=shard,
+        sequence_parallel=sequence_parallel, **options,
+    )  # fmt: skip
+    upstream = torch.linspace(0.5, 1.5, loss.numel(), dtype=loss.dtype).view(loss.shape)
+    return [t.detach().numpy() for t in (loss, *torch.autograd.grad(loss, leaves, upstream))]
+
+
+PROBS = torch.rand(24, 5, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("world, sequence_parallel", [(1, False), (3, False), (2, True)])
+@pytest.mark.parametrize("reduction, softcap", [("none", None), ("mean", 3.0), ("sum", None)])
+def test_soft_targets(world, sequence_parallel, reduction, softcap):
+    hidden, weight, bias, _ = truth.problem(24, 61, 6, bias=True)
+    ids = truth.several_ids(24, 5, 61)
+    x = truth.logits_of(hidden, weight, bias, softcap=softcap)
+    plain = F.cross_entropy(x, dense_of(ids, PROBS, 61), reduction="none")
+    if reduction != "none":
+        plain = plain.sum() / ((ids >= 0).any(1).sum() if reduction == "mean" else 1)
+    upstream = torch.linspace(0.5, 1.5, plain.numel(), dtype=plain.dtype).view(plain.shape)
+    grads = torch.autograd.grad(plain, (hidden, weight, bias), upstream)
+    outputs = run(world, soft, dict(reduction=reduction, softcap=softcap), sequence_parallel)
+    assert_ranks_equal(outputs, plain, *grads, sequence_parallel=sequence_parallel, world=world)
+
+
+def test_soft_targets_differentiate_the_probabilities():
+    hidden, weight, _, _ = truth.problem(6, 20, 5)
+    ids = truth.several_ids(6, 3, 20)
+    probs = torch.rand(6, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda h, w, p: vpcce.linear_soft_cross_entropy(h, w, ids, p), (hidden, weight, probs)
+    )
+    with pytest.raises(ValueError, match=r"ids and probs of shape \[..., K\] .* got \[6, 3\], \[6, 2\] and \[6, 5\]"):
+        vpcce.linear_soft_cross_entropy(hidden, weight, ids, probs[:, :2])
+
+
+def topk_of(rank, world, k, sequence_parallel):
+    hidden, weight, bias, _ = truth.problem(24, 61, 6, bias=True)
+    leaves, shard = shard_of(rank, world, hidden, weight, bias, sequence_parallel)
+    top = vpcce.linear_topk(
+        leaves[0], leaves[1], k, bias=leaves[2], shard=shard, softcap=8.0, logit_scale=1.3,
+        sequence_parallel=sequence_parallel,
+    )  # fmt: skip
+    return [t.numpy() for t in top]
+
+
+@pytest.mark.parametrize("world, sequence_parallel", [(1, False), (3, False), (2, True)])
+@pytest.mark.parametrize("k", [1, 40])
+def test_topk(world, sequence_parallel, k):
+    """40 of 61 ids are more than any of 3 uneven shards holds."""
+    hidden, weight, bias, _ = truth.problem(24, 61, 6, bias=True)
+    x = truth.logits_of(hidden, weight, bias, softcap=8.0, logit_scale=1.3)
+    expected = x.log_softmax(-1).topk(k)
+    for logprobs, ids in run(world, topk_of, k, sequence_parallel):
+        torch.testing.assert_close(torch.from_numpy(logprobs), expected.values.detach())
+        assert torch.equal(torch.from_numpy(ids), expected.indices)
+
+
+def test_topk_in_blocks_and_layouts(monkeypatch):
+    """Blocks of 7 tokens and 10 columns; a padded vocabulary; a teacher's targets for a student."""
+    monkeypatch.setattr("vpcce.topk.BLOCK_COLUMNS", 10)
+    monkeypatch.setattr("vpcce.topk.BLOCK_NUMEL", 70)
+    hidden, weight, _, _ = truth.problem(24, 64, 6, torch.float32)
+    top = vpcce.linear_topk(hidden.view(2, 12, 6), weight, 12, shard=vpcce.VocabShard(0, 64, 50))
+    expected = truth.logits_of(hidden, weight[:50]).log_softmax(-1).topk(12)
+    torch.testing.assert_close(top.logprobs.view(24, 12), expected.values)
+    assert torch.equal(top.ids.view(24, 12), expected.indices)
+    loss = vpcce.linear_soft_cross_entropy(hidden.view(2, 12, 6), weight, top.ids, top.logprobs.exp())
+    assert loss.requires_grad and not top.logprobs.requires_grad
+    for k, error in ((0, ValueError), (65, ValueError), (2.0, TypeError)):
+        with pytest.raises(error, match="linear_topk: "):
+            vpcce.linear_topk(hidden, weight, k)
+    with pytest.raises(ValueError, match="at most the vocabulary's 8 ids, got 9"):
+        vpcce.linear_topk(hidden, weight[:8], 9)

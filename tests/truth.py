@@ -43,3 +43,20 @@ def problem(n, v, d, dtype=torch.float64, *, bias=False, seed=0, ignored=0.0, de
     target[torch.rand(n, generator=g) < ignored] = -100
     leaves = [t if t is None else t.to(device).requires_grad_() for t in (hidden, weight, offset)]
     return *leaves, target.to(device)
+
+
+def logprobs_of_ids(hidden, weight, ids, *, ignore_index=-100, **options) -> Tensor:
+    """What `vpcce.linear_logprobs` says it equals for ids [N, K], on one rank."""
+    kept = ids != ignore_index
+    logprobs = logits_of(hidden, weight, **options).log_softmax(-1)
+    return torch.where(kept, logprobs.gather(1, torch.where(kept, ids, 0)), 0.0)
+
+
+def several_ids(n, k, v, seed=3):
+    """[n, k] ids; some ignored, some chosen twice, one token with none."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, v, (n, k), generator=g)
+    ids[torch.rand(n, k, generator=g) < 0.2] = -100
+    ids[::3, -1] = ids[::3, 0]
+    ids[n // 2] = -100
+    return ids

@@ -4,15 +4,20 @@ from vpcce.loss import LinearStats, linear_cross_entropy, linear_logprobs, linea
 from vpcce.module import LinearCrossEntropy
 from vpcce.parallel.shard import VocabShard
 from vpcce.policy import exact, filtered, sampled
+from vpcce.soft_targets import linear_soft_cross_entropy
+from vpcce.topk import TopK, linear_topk
 
 __all__ = [
     "LinearCrossEntropy",
     "LinearStats",
+    "TopK",
     "VocabShard",
     "exact",
     "filtered",
     "linear_cross_entropy",
     "linear_logprobs",
+    "linear_soft_cross_entropy",
     "linear_stats",
+    "linear_topk",
     "sampled",
 ]

@@ -13,8 +13,9 @@ from torch import Tensor
 from vpcce.autograd import Settings
 from vpcce.parallel import collectives
 from vpcce.parallel.shard import VocabShard
-from vpcce.policy import resolve
+from vpcce.policy import exact, resolve
 
+MAX_IDS_PER_TOKEN = 64
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -24,14 +25,14 @@ class Arguments:
 
     hidden: Tensor  # [N, D] or [N / T, D]
     weight: Tensor  # [V_local, D]
-    target: Tensor  # [N] int64
+    target: Tensor  # [N] int64, or [N, K]
     bias: Tensor | None
     scale: Tensor | None  # 0-dim, when logit_scale was passed as a tensor
     class_weight: Tensor | None  # [vocab_size], in the dtype of the statistics
     logit_scale: float
     softcap: float | None
     main_grad: Tensor | None
-    shape: torch.Size  # of the target the user passed, and so of every per-token result
+    shape: torch.Size  # of the target the user passed, less a last dimension of K: that of every per-token result
     settings: Settings
 
 
@@ -52,22 +53,31 @@ def prepare(
     argmax: bool = False,
     logit_sum: bool = False,
     class_weight: Tensor | None = None,
+    several_ids: bool = False,
     main_grad: Tensor | None = None,
     reduce_hidden_grad: bool = True,
 ) -> Arguments:
-    """Checks the arguments of `who` and returns them as the operators want them."""
+    """Checks the arguments of `who` and returns them as the operators want them.
+
+    With `several_ids`, a target with one dimension more than the tokens holds K ids for each of them.
+    """
     _check_tensors(who, hidden, weight, target, bias)
     if shard is None:
         shard = VocabShard(0, weight.shape[0], weight.shape[0])
     if not isinstance(shard, VocabShard):
         raise TypeError(f"{who}: shard must be a vpcce.VocabShard, got {type(shard).__name__}")
-    group = _group_of(who, shard)
+    group = group_of(who, shard)
     try:
-        _check_sizes(who, hidden, weight, target, bias, shard, collectives.size(group), sequence_parallel)
+        ranks = collectives.size(group) if sequence_parallel else 1
+        per_token = _ids_per_token(who, hidden, target, ranks) if several_ids else None
+        tokens = target if per_token is None else target[..., 0]
+        _check_sizes(who, hidden, weight, tokens, bias, shard, collectives.size(group), sequence_parallel)
         _check_options(who, ignore_index, softcap, logit_scale, weight)
         _check_main_grad(who, main_grad, weight)
         _check_class_weight(who, class_weight, shard.vocab_size, hidden.device)
         policies = resolve(backward, hidden.dtype, hidden.device)
+        if per_token is not None:
+            policies = exact(), exact()
     except (TypeError, ValueError) as error:
         if shard.check and not torch.compiler.is_compiling():
             collectives.report_failure(group, error)
@@ -98,14 +108,14 @@ def prepare(
     return Arguments(
         hidden=hidden.reshape(-1, hidden.shape[-1]),
         weight=weight,
-        target=target.reshape(-1).to(torch.int64),
+        target=(target.reshape(-1) if per_token is None else target.reshape(-1, per_token)).to(torch.int64),
         bias=bias,
         scale=logit_scale if is_tensor else None,
         class_weight=None if class_weight is None else class_weight.detach().to(_stats_dtype(hidden, weight)),
         logit_scale=1.0 if is_tensor else logit_scale,
         softcap=softcap,
         main_grad=main_grad,
-        shape=target.shape,
+        shape=tokens.shape,
         settings=settings,
     )
 
@@ -131,6 +141,18 @@ def _check_tensors(who: str, hidden, weight, target, bias) -> None:
         raise ValueError(
             f"{who}: expected hidden [..., D] and weight [V_local, D], got {_shape(hidden)} and {_shape(weight)}"
         )
+
+
+def _ids_per_token(who: str, hidden: Tensor, target: Tensor, ranks: int) -> int | None:
+    """K of a target [..., K], None where there is one id per token. hidden holds 1 / ranks of the tokens."""
+    n_tokens = hidden.shape[:-1].numel() * ranks
+    if target.dim() != hidden.dim() or target.shape[:-1].numel() != n_tokens:
+        return None
+    if ranks == 1 and target.shape[:-1] != hidden.shape[:-1]:
+        return None
+    if not 1 <= target.shape[-1] <= MAX_IDS_PER_TOKEN:
+        raise ValueError(f"{who}: expected 1 to {MAX_IDS_PER_TOKEN} ids per token, got a target of {_shape(target)}")
+    return target.shape[-1]
 
 
 def _check_sizes(who, hidden, weight, target, bias, shard: VocabShard, ranks: int, sequence_parallel: bool) -> None:
@@ -202,7 +224,7 @@ def _stats_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
 
 
-def _group_of(who: str, shard: VocabShard) -> dist.ProcessGroup | None:
+def group_of(who: str, shard: VocabShard) -> dist.ProcessGroup | None:
     """The group whose ranks must be asked, or None where this rank owns the whole vocabulary."""
     if shard.group is None and shard.is_whole:
         return None

@@ -70,7 +70,7 @@ def decode(text: str) -> Settings:
 def head_stats_op(
     hidden: Tensor,  # [N, D], or [N / T, D] with sequence_parallel
     weight: Tensor,  # [stop - start, D]
-    target: Tensor,  # [N] int64, global ids
+    target: Tensor,  # [N] int64, global ids; or [N, K]
     bias: Tensor | None,  # [stop - start]
     scale: Tensor | None,  # 0-dim; replaces settings.logit_scale
     column_weight: Tensor | None,  # [stop - start]
@@ -78,19 +78,20 @@ def head_stats_op(
     softcap: float | None,
     settings: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """lse, target_logit, entropy, logit_sum [N], argmax [N] int64, and the backend's marks and seed.
+    """lse [N], target_logit like target, entropy, logit_sum [N], argmax [N] int64, and the backend's marks and seed.
 
     Statistics that were not asked for are empty; those of ignored tokens are 0.
     """
     how = decode(settings)
     group = collectives.resolve(how.group)
     if how.check:
-        _agree(group, how, hidden, weight, target, bias, (logit_scale, softcap))
+        check_agreement(group, how, hidden, weight, target, bias, (logit_scale, softcap))
     _check_targets(target, how)
     rows = _Rows.select(target, how.ignore_index)
     tokens = rows.take(collectives.gather_tokens(hidden, group if how.sequence_parallel else None))
     head = _head(how, weight, bias, logit_scale if scale is None else scale, softcap, column_weight)
-    local = _local_target(rows.take(target), how, rows)
+    labels = rows.take(target)
+    local = _local_target(labels, how, rows)
     backend = _backend(hidden)
 
     sampling = None
@@ -107,29 +108,32 @@ def head_stats_op(
     )  # fmt: skip
     linear_sum = _linear_logit_sum(tokens, head) if how.logit_sum and not want_sum else None
 
-    packed = [part.max, part.sum, part.target_logit]
+    chosen = part.target_logit if target.dim() == 2 else part.target_logit[:, None]
+    packed = [part.max, part.sum, *chosen.unbind(1)]
+    others = len(packed)
     if how.entropy:
         packed.append(part.expected)
     if how.logit_sum:
         packed.append(linear_sum if linear_sum is not None else part.logit_sum)
     if how.argmax:
-        packed.append(_as_float_bits(part.argmax + how.start, part.max.dtype))
+        packed.append(as_float_bits(part.argmax + how.start, part.max.dtype))
     ranks = collectives.gather_stats(torch.stack(packed), group)  # [T, k, N]
 
     top = ranks[:, 0].amax(0)
     shift = torch.where(top.isinf(), 0.0, top)
     weights = torch.exp(ranks[:, 0] - shift)
     total = (ranks[:, 1] * weights).sum(0)
-    target_logit = ranks[:, 2].sum(0)
-    lse = torch.maximum(shift + total.log(), target_logit)
+    target_logit = ranks[:, 2:others].sum(0).T  # [N, K]
+    lse = torch.maximum(shift + total.log(), _largest(target_logit, labels, how))
+    target_logit = target_logit.reshape(labels.shape)
     entropy, logit_sum = lse.new_empty(0), lse.new_empty(0)
     argmax = torch.empty(0, dtype=torch.int64, device=hidden.device)
     if how.entropy:
-        entropy = rows.spread(lse - (ranks[:, 3] * weights).sum(0) / total)
+        entropy = rows.spread(lse - (ranks[:, others] * weights).sum(0) / total)
     if how.logit_sum:
-        logit_sum = rows.spread(ranks[:, 3 + how.entropy].sum(0))
+        logit_sum = rows.spread(ranks[:, others + how.entropy].sum(0))
     if how.argmax:
-        ids = _from_float_bits(ranks[:, -1])
+        ids = from_float_bits(ranks[:, -1])
         argmax = rows.spread(torch.where(ranks[:, 0] == top, ids, how.vocab_size).amin(0))
     marks = part.marks.bits if part.marks is not None else torch.empty(0, dtype=torch.int32, device=hidden.device)
     return rows.spread(lse), rows.spread(target_logit), entropy, logit_sum, argmax, marks, seed
@@ -147,7 +151,7 @@ def _(hidden, weight, target, bias, scale, column_weight, logit_scale, softcap, 
         marks = _backend(hidden).marks_shape(n, how.n_valid)
     return (
         per_token,
-        torch.empty_like(per_token),
+        hidden.new_empty(target.shape, dtype=dtype),
         torch.empty_like(per_token if how.entropy else empty),
         torch.empty_like(per_token if how.logit_sum else empty),
         hidden.new_empty(n if how.argmax else 0, dtype=torch.int64),
@@ -187,10 +191,12 @@ def head_stats_backward_op(
     lse_rows = rows.take(lse)
     # torch.compile hands over empty gradients for the statistics that were not asked for.
     grads = [
-        None if g is None or g.shape != lse.shape else rows.take(g)
+        None if g is None or g.shape[:1] != lse.shape else rows.take(g)
         for g in (grad_lse, grad_target_logit, grad_entropy, grad_logit_sum)
     ]
-    upstream = _row_gradients(*grads, lse_rows, None if grads[2] is None else rows.take(entropy))
+    labels = rows.take(target)
+    entropy_rows = None if grads[2] is None else rows.take(entropy)
+    upstream = _row_gradients(*grads, lse_rows, entropy_rows, labels.shape)
     hidden_policy, weight_policy = how.policies
     want_hidden = "h" in needs or "s" in needs
     reduction = collectives.HiddenGradReduction(
@@ -211,7 +217,7 @@ def head_stats_backward_op(
     into = None if main_grad is None else main_grad[:n_valid]
     reduced = group is not None and how.reduce_hidden_grad
     _, weight_grad, bias_grad = _backend(hidden).local_backward(
-        tokens, head, _local_target(rows.take(target), how, rows), lse_rows, upstream,
+        tokens, head, _local_target(labels, how, rows), lse_rows, upstream,
         n_rows=rows.count,
         row_index=rows.index if on_device else None,
         hidden_policy=hidden_policy if want_hidden else None,
@@ -325,6 +331,8 @@ class _Rows:
         if ignore_index is None:
             return cls(None, None, n)
         counts = target != ignore_index
+        if target.dim() == 2:
+            counts = counts.any(1)
         if target.device.type == "cpu":
             index = counts.nonzero()[:, 0]
             return cls(None if index.shape[0] == n else index, None, n)
@@ -376,9 +384,11 @@ def _check_targets(target: Tensor, how: Settings) -> None:
     if target.device.type != "cpu":
         torch._assert_async(valid.all(), f"vpcce: a target is outside [0, {how.vocab_size}){ignored}")
     elif not valid.all():
-        position = int((~valid).nonzero()[0])
+        place = (~valid).nonzero()[0].tolist()
+        position = place[0] if target.dim() == 1 else place
         raise ValueError(
-            f"vpcce: target {int(target[position])} at position {position} is outside [0, {how.vocab_size}){ignored}"
+            f"vpcce: target {target[tuple(place)].item()} at position {position} is outside "
+            f"[0, {how.vocab_size}){ignored}"
         )
 
 
@@ -399,8 +409,20 @@ def _local_target(target: Tensor, how: Settings, rows: _Rows) -> Tensor:
     """Global ids -> rows of this rank's weight, -1 for what lives elsewhere or does not count."""
     mine = (target >= how.start) & (target < how.start + how.n_valid)
     if rows.count is not None:
-        mine &= torch.arange(target.shape[0], device=target.device) < rows.count
+        counts = torch.arange(target.shape[0], device=target.device) < rows.count
+        mine &= counts if target.dim() == 1 else counts[:, None]
+    if target.dim() == 2 and how.ignore_index is not None:
+        mine &= target != how.ignore_index  # rows with an id that counts are not left out
     return torch.where(mine, target - how.start, -1)
+
+
+def _largest(target_logit: Tensor, target: Tensor, how: Settings) -> Tensor:
+    """[N]: the largest logit among a token's targets, both [N, K]; ignored ones have none."""
+    if target.dim() == 1:
+        return target_logit[:, 0]
+    if how.ignore_index is not None:
+        target_logit = target_logit.masked_fill(target == how.ignore_index, -torch.inf)
+    return target_logit.amax(1)
 
 
 def _lower_bound(backend, tokens, head, local, rows, seed, group) -> tuple[Tensor, Tensor]:
@@ -433,7 +455,7 @@ def _linear_logit_sum(tokens: Tensor, head: Head) -> Tensor:
     return (tokens.to(dtype) @ total + offset) * head.scale
 
 
-def _row_gradients(g_lse, g_target, g_entropy, g_logit_sum, lse, entropy) -> RowGradients:
+def _row_gradients(g_lse, g_target, g_entropy, g_logit_sum, lse, entropy, target_shape) -> RowGradients:
     zero = torch.zeros_like(lse)
     softmax = zero if g_lse is None else g_lse.to(lse.dtype)
     softmax_logit = None
@@ -443,7 +465,7 @@ def _row_gradients(g_lse, g_target, g_entropy, g_logit_sum, lse, entropy) -> Row
         softmax_logit = -g_entropy
     return RowGradients(
         softmax=softmax.contiguous(),
-        target=zero if g_target is None else g_target.to(lse.dtype).contiguous(),
+        target=lse.new_zeros(target_shape) if g_target is None else g_target.to(lse.dtype).contiguous(),
         softmax_logit=softmax_logit,
         constant=None if g_logit_sum is None else g_logit_sum.to(lse.dtype).contiguous(),
     )
@@ -460,20 +482,21 @@ def _marks(bits: Tensor, seed: Tensor) -> Marks | None:
     return Marks(bits, seed) if bits.numel() else None
 
 
-def _as_float_bits(ids: Tensor, dtype: torch.dtype) -> Tensor:
+def as_float_bits(ids: Tensor, dtype: torch.dtype) -> Tensor:
     return ids.to(torch.int32 if dtype == torch.float32 else torch.int64).view(dtype)
 
 
-def _from_float_bits(bits: Tensor) -> Tensor:
+def from_float_bits(bits: Tensor) -> Tensor:
     bits = bits.contiguous()
     return bits.view(torch.int32 if bits.dtype == torch.float32 else torch.int64).to(torch.int64)
 
 
-def _agree(group, how: Settings, hidden, weight, target, bias, options) -> None:
+def check_agreement(group, how: Settings, hidden, weight, target, bias, options) -> None:
     """Every rank must ask the same question of the same tokens; only the rows of the weight differ."""
     same = replace(how, start=0, stop=0, group="")
     fields = [
         ("the number of tokens", target.shape[0]),
+        ("the number of ids per token", target.shape[1:].numel()),
         ("hidden's shape", tuple(hidden.shape)),
         ("hidden's dtype", str(hidden.dtype)),
         ("weight's dtype", str(weight.dtype)),

@@ -30,10 +30,10 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 class LinearStats(NamedTuple):
-    """Per-token statistics of the logits, in the target's shape; 0 for ignored tokens."""
+    """Per-token statistics of the logits, in the tokens' shape; 0 for ignored tokens."""
 
     lse: Tensor  # fp32, log-sum-exp over the whole vocabulary; differentiable
-    target_logit: Tensor  # fp32, never above lse; differentiable
+    target_logit: Tensor  # fp32, in the target's shape, never above lse; differentiable
     entropy: Tensor | None  # fp32, entropy of the softmax in nats; differentiable
     argmax: Tensor | None  # int64, global id of the largest logit, the lowest of equals
 
@@ -73,6 +73,8 @@ def linear_stats(
         hidden: [..., D], what the model hands to its head; bf16, fp16, fp32, or fp64 on the CPU.
         weight: [V_local, D], this rank's rows; its dtype may differ from hidden's.
         target: [...] int64 or int32, global ids; same on all ranks, and all tokens also with sequence_parallel.
+            [..., K] asks for K <= 64 logits per token; the backward is then exact, whatever policy is asked for, and
+            a token is ignored where all its ids are.
         bias: [V_local].
         shard: which rows `weight` holds; None is the whole vocabulary on one rank.
         ignore_index: tokens with this target get 0 everywhere and cost nothing; None gives no id that meaning.
@@ -94,12 +96,12 @@ def linear_stats(
     call = prepare(
         "linear_stats", hidden, weight, target, bias=bias, shard=shard, ignore_index=ignore_index, softcap=softcap,
         logit_scale=logit_scale, backward=backward, sequence_parallel=sequence_parallel, entropy=entropy, argmax=argmax,
-        main_grad=main_grad, reduce_hidden_grad=reduce_hidden_grad,
+        several_ids=True, main_grad=main_grad, reduce_hidden_grad=reduce_hidden_grad,
     )  # fmt: skip
     lse, target_logit, entropies, _, ids = _run(call)
     return LinearStats(
         lse.view(call.shape),
-        target_logit.view(call.shape),
+        target_logit.view(target.shape),
         entropies.view(call.shape) if entropy else None,
         ids.view(call.shape) if argmax else None,
     )
@@ -212,16 +214,24 @@ def linear_logprobs(
         logits = softcap * torch.tanh(logits / softcap)          # with a softcap
         logprobs = logits.log_softmax(-1).gather(-1, target[..., None])[..., 0]
 
-    Arguments and errors are those of `linear_stats`. Values are never above 0, and 0 for ignored tokens.
+    or, for K ids per token in a target [..., K], `gather(-1, target)`. Arguments and errors are those of
+    `linear_stats`. Values are never above 0, and 0 for ignored ids. K ids cost one more weight row per id; their
+    backward is always exact, since the sampled and filtered ones know one target per token.
 
     Returns:
-        fp32 in the target's shape, or (log-probabilities, entropies) when `entropy` is set. Both differentiable.
+        fp32 in the target's shape, or (log-probabilities, entropies) when `entropy` is set; entropies have one value
+        per token. Both differentiable.
     """
     stats = linear_stats(
         hidden, weight, target, bias=bias, shard=shard, ignore_index=ignore_index, softcap=softcap,
         logit_scale=logit_scale, backward=backward, sequence_parallel=sequence_parallel, entropy=entropy,
     )  # fmt: skip
-    logprobs = stats.target_logit - stats.lse
+    if stats.target_logit.shape == stats.lse.shape:
+        logprobs = stats.target_logit - stats.lse
+    else:
+        logprobs = stats.target_logit - stats.lse[..., None]
+        if ignore_index is not None:
+            logprobs = logprobs.masked_fill(target == ignore_index, 0.0)
     return (logprobs, stats.entropy) if entropy else logprobs
 
 

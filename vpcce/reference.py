@@ -24,7 +24,7 @@ MIN_WIDTH = 256
 def local_stats(
     hidden: Tensor,  # [N, D]
     head: Head,
-    target: Tensor,  # [N] int64, local rows, -1 for elsewhere
+    target: Tensor,  # [N] or [N, K] int64, local rows, -1 for elsewhere
     *,
     n_rows: Tensor | None = None,
     entropy: bool = False,
@@ -38,7 +38,8 @@ def local_stats(
     rows = hidden.to(dtype)
     top = rows.new_full((n,), -torch.inf)
     total = torch.zeros_like(top)
-    target_logit = torch.zeros_like(top)
+    ids = _per_token(target)
+    target_logit = torch.zeros(ids.shape, dtype=dtype, device=hidden.device)
     expected = torch.zeros_like(top) if entropy else None
     weighted = torch.zeros_like(top) if logit_sum else None
     best = torch.zeros(n, dtype=torch.int64, device=hidden.device) if argmax else None
@@ -50,9 +51,9 @@ def local_stats(
         new_top = torch.maximum(top, peak)
         shift = torch.where(new_top.isinf(), 0.0, new_top)
         rescale = torch.exp(top - shift)
-        column = target - start
+        column = ids - start
         inside = (column >= 0) & (column < stop - start)
-        picked = x.gather(1, torch.where(inside, column, 0)[:, None])[:, 0]
+        picked = x.gather(1, torch.where(inside, column, 0))
         target_logit += torch.where(inside, picked, 0.0)
         if weighted is not None:
             weighted += x.sum(1) if head.column_weight is None else x @ head.column_weight[start:stop].to(dtype)
@@ -63,7 +64,7 @@ def local_stats(
             expected = expected * rescale + torch.where(e > 0, e * x, 0.0).sum(1)
         total = total * rescale + e.sum(1)
         top = new_top
-    return LocalStats(top, total, target_logit, expected, best, weighted, _no_marks(sampling))
+    return LocalStats(top, total, target_logit.view(target.shape), expected, best, weighted, _no_marks(sampling))
 
 
 def hot_set_stats(hidden: Tensor, head: Head, target: Tensor, *, n_rows: Tensor | None = None):
@@ -80,7 +81,7 @@ def marks_shape(n: int, n_columns: int) -> tuple[int, ...]:
 def local_backward(
     hidden: Tensor,  # [N, D]
     head: Head,
-    target: Tensor,  # [N] int64, local rows, -1 for elsewhere
+    target: Tensor,  # [N] or [N, K] int64, local rows, -1 for elsewhere
     lse: Tensor,  # [N], over the whole vocabulary
     rows: RowGradients,
     *,
@@ -126,15 +127,15 @@ class _Columns:
         # Where in this block each token's target stands, n_columns for elsewhere.
         place = torch.full((head.weight.shape[0] + 1,), n_columns, device=x.device)
         place[:-1][columns] = torch.arange(n_columns, device=x.device)
-        column = place[target]  # target -1 reads the last entry
-        inside = (column < n_columns).nonzero()[:, 0]
-        at = (inside, column[inside])
+        column = place[_per_token(target)]  # target -1 reads the last entry
+        row, k = (column < n_columns).nonzero(as_tuple=True)
+        at = (row, column[row, k])
         per_row = rows.softmax[:, None]
         if rows.softmax_logit is not None:
             per_row = per_row + rows.softmax_logit[:, None] * torch.where(p > 0, x, 0.0)
         slope = head.scale if head.softcap is None else head.scale * (1 - (x / head.softcap) ** 2)
         sparse = p * per_row
-        sparse[at] += rows.target[inside]
+        sparse.index_put_(at, _per_token(rows.target)[row, k], accumulate=True)  # an id may be chosen twice
         self._sparse = sparse.mul_(slope)
         self._constant = None
         if rows.constant is not None:
@@ -157,6 +158,11 @@ class _Columns:
                 grad = sampling.scale_columns(grad, sampling.filtered_scale(self._softmax_error, policy.eps))
             self._made[policy] = grad if self._constant is None else grad + self._constant
         return self._made[policy]
+
+
+def _per_token(values: Tensor) -> Tensor:
+    """[N] or [N, K] as [N, K]."""
+    return values if values.dim() == 2 else values[:, None]
 
 
 def _passes(hidden, head: Head, hidden_policy, weight_policy) -> list[tuple[slice | Tensor, str]]:
