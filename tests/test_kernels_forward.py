@@ -161,13 +161,25 @@ def test_rows_that_do_not_count(n_rows):
     check(problem, n_rows)
 
 
-def test_layouts():
-    """Transposed hidden, a weight whose rows lie apart, an address that is no multiple of 16 bytes."""
+@pytest.mark.parametrize("layout", ["transposed", "every second column", "rows apart", "odd address"])
+def test_layouts(layout):
+    """Bitwise: descriptors and plain loads bring the same numbers. Only rows that lie apart keep the descriptors."""
     problem = make(70, 200, 64)
-    hidden = problem.hidden.T.contiguous().T
-    wide = torch.full((200, 67), torch.nan)
-    wide[:, 1:65] = problem.head.weight
-    check(Problem(hidden, replace(problem.head, weight=wide[:, 1:65]), problem.target))
+
+    def moved(matrix):
+        if layout == "transposed":
+            return matrix.T.contiguous().T
+        wide = torch.full((len(matrix), 136), torch.nan)
+        parts = {"every second column": wide[:, :128:2], "rows apart": wide[:, :64], "odd address": wide[:, 1:65]}
+        return parts[layout].copy_(matrix)
+
+    hidden, weight = moved(problem.hidden), moved(problem.head.weight)
+    assert tiles.fits_tma(problem.hidden)
+    assert tiles.fits_tma(hidden) == tiles.fits_tma(weight) == (layout == "rows apart")
+    stats = local_stats(hidden, replace(problem.head, weight=weight), problem.target)
+    expected = local_stats(problem.hidden, problem.head, problem.target)
+    for name in ("max", "sum", "target_logit"):
+        assert torch.equal(getattr(stats, name), getattr(expected, name)), name
 
 
 def test_masked_columns_and_rows():
