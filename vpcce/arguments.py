@@ -61,6 +61,7 @@ def prepare(
 
     With `several_ids`, a target with one dimension more than the tokens holds K ids for each of them.
     """
+    hidden, weight, bias, shard = without_dtensors(who, hidden, weight, target, bias, shard)
     _check_tensors(who, hidden, weight, target, bias)
     if shard is None:
         shard = VocabShard(0, weight.shape[0], weight.shape[0])
@@ -118,6 +119,15 @@ def prepare(
         shape=tokens.shape,
         settings=settings,
     )
+
+
+def without_dtensors(who: str, hidden, weight, target, bias, shard: VocabShard | None):
+    """(hidden, weight, bias, shard) where DTensors have become this rank's tensors and their shard."""
+    if not any(hasattr(tensor, "device_mesh") for tensor in (hidden, weight, target, bias)):
+        return hidden, weight, bias, shard
+    from vpcce.parallel.dtensor import local_head  # takes half a second to import
+
+    return local_head(who, hidden, weight, target, bias, shard)
 
 
 def _check_tensors(who: str, hidden, weight, target, bias) -> None:

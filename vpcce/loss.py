@@ -71,7 +71,8 @@ def linear_stats(
 
     Args:
         hidden: [..., D], what the model hands to its head; bf16, fp16, fp32, or fp64 on the CPU.
-        weight: [V_local, D], this rank's rows; its dtype may differ from hidden's.
+        weight: [V_local, D], this rank's rows; its dtype may differ from hidden's. A DTensor that is Shard(0) brings
+            its own shard, see `vpcce.parallel.dtensor`.
         target: [...] int64 or int32, global ids; same on all ranks, and all tokens also with sequence_parallel.
             [..., K] asks for K <= 64 logits per token; the backward is then exact, whatever policy is asked for, and
             a token is ignored where all its ids are.

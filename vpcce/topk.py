@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vpcce.arguments import Arguments, group_of, prepare
+from vpcce.arguments import Arguments, group_of, prepare, without_dtensors
 from vpcce.autograd import as_float_bits, check_agreement, from_float_bits
 from vpcce.parallel import collectives
 from vpcce.parallel.shard import VocabShard
@@ -69,6 +69,7 @@ def linear_topk(
         raise TypeError(f"{who}: k must be an int, got {type(k).__name__}")
     if not 1 <= k <= MAX_K:
         raise ValueError(f"{who}: expected 1 <= k <= {MAX_K}, got {k}")
+    hidden, weight, bias, shard = without_dtensors(who, hidden, weight, None, bias, shard)
     tokens = hidden.shape[:-1]
     if sequence_parallel and shard is not None:
         tokens = torch.Size([tokens.numel() * collectives.size(group_of(who, shard))])
