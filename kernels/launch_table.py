@@ -22,9 +22,9 @@ TABLE: dict[tuple[str, int], dict[str, Tile]] = {
         "product": Tile(128, 256, 64, 8, 3),
     },
     ("sm90", 4): {
-        "forward": Tile(128, 64, 32, 8, 3),
-        "gradient": Tile(128, 64, 32, 8, 3),
-        "product": Tile(128, 64, 32, 8, 3),
+        "forward": Tile(128, 64, 16, 8, 3),
+        "gradient": Tile(128, 64, 16, 8, 3),
+        "product": Tile(128, 64, 16, 8, 3),
     },
     ("sm80", 2): {
         "forward": Tile(128, 128, 32, 8, 3),

@@ -51,7 +51,7 @@ def recorded_launches(target: str):
     """Collects (kernel, arguments) of all launches inside, as if the current device were `target`."""
     launches: list[tuple[JITFunction, tuple, dict]] = []
 
-    def record(self, *args, grid=None, warmup=False, **kwargs):
+    def record(self, *args, **kwargs):
         launches.append((self, args, kwargs))
 
     row = {"sm100": "sm90", "gfx942": "gfx9"}.get(target, target)

@@ -1,0 +1,85 @@
+"""Every kernel that a training step launches compiles for four architectures and fits on the chip.
+
+The launches are recorded from the library's own host code (`aot.py`), so the table of launch parameters is tested as it
+is. Compiling proves nothing about fitting: shared memory is compared with what the chip has, and spilled registers with
+a bound a little above what was seen when this was written, so that a change that spills more is noticed.
+
+    marks and lists    the forward with marks, every packed kernel, and the dense kernels as their fallback
+    every option       bias, scale, softcap, entropy, argmax, weighted sum of logits, ignored tokens, class weights
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from aot import SHARED_LIMIT, TARGETS, compile_launches, recorded_launches
+from vpcce.kernels.local import hot_set_stats, local_backward, local_stats
+from vpcce.kernels.problem import Head, Policy, RowGradients, Sampling
+
+import vpcce
+
+N, V, D = 256, 1000, 256
+# Bytes, of the common cases and of the others.
+SPILL_LIMIT = {"sm80": (64, 512), "sm90": (64, 2048), "sm100": (640, 4096)}
+
+
+@dataclass(frozen=True)
+class Case:
+    dtype: torch.dtype
+    policy: Policy
+    options: bool = False
+    main_grad: bool = False
+    common: bool = True  # nothing that takes more registers: options, fp32, an fp32 tile to add to
+
+
+CASES = {
+    "marks and lists": Case(torch.bfloat16, vpcce.sampled()),
+    "marks and lists into main_grad": Case(torch.bfloat16, vpcce.sampled(), main_grad=True, common=False),
+    "exact": Case(torch.bfloat16, vpcce.exact()),
+    "every option": Case(torch.bfloat16, vpcce.exact(), options=True, common=False),
+    "filter, fp16": Case(torch.float16, vpcce.filtered()),
+    "fp32": Case(torch.float32, vpcce.exact(), common=False),
+    "fp32, marks and lists": Case(torch.float32, vpcce.sampled(), common=False),
+}
+
+
+def training_step(case: Case) -> None:
+    """One forward and backward; all contents are meaningless, since no kernel runs."""
+    hidden, weight = torch.zeros(N, D, dtype=case.dtype), torch.zeros(V, D, dtype=case.dtype)
+    target, per_row = torch.zeros(N, dtype=torch.int64), torch.zeros(N)
+    head, count, rows = Head(weight), None, RowGradients(per_row, per_row)
+    if case.options:
+        head = Head(weight, weight[:, 0].clone(), 1.5, 30.0, 0, torch.zeros(V))
+        count = torch.tensor([N], dtype=torch.int32)
+        rows = RowGradients(per_row, per_row, per_row, per_row)
+    sampling = None
+    if case.policy.kind == "sampled":
+        hot_set_stats(hidden, head, target, n_rows=count)
+        sampling = Sampling(torch.tensor(1), case.policy.eps, per_row)
+    options = dict(entropy=case.options, argmax=case.options, logit_sum=case.options)
+    stats = local_stats(hidden, head, target, n_rows=count, sampling=sampling, **options)
+    local_backward(
+        hidden, head, target, per_row, rows, n_rows=count, row_index=target if case.options else None,
+        hidden_policy=case.policy, weight_policy=case.policy, bias_grad=case.options, marks=stats.marks,
+        main_grad=torch.zeros(V, D) if case.main_grad else None, hidden_grad_dtype=case.dtype,
+        hidden_grad_ready=lambda grad: None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_compiles_and_fits(case, target):
+    with recorded_launches(target) as launches:
+        training_step(case)
+    for kernel, _, arguments in launches:
+        # Grid axes 1 and 2 end at 65535 programs. Row blocks (8 million tokens) may stand there, columns may not.
+        assert all(size <= N // 128 for size in arguments["grid"][1:]), kernel.__name__
+    usages = compile_launches(launches, target)
+    names = {usage.name for usage in usages}
+    assert names >= {"forward_kernel", "merge_splits_kernel", "target_logit_kernel", "gradient_kernel"}
+    assert ("packed_gradient_kernel" in names) == (case.policy.kind == "sampled")
+    for usage in usages:
+        assert usage.shared <= SHARED_LIMIT[target], usage
+        if usage.spills is not None:  # gfx942's compiler does not say
+            assert usage.registers <= 255, usage
+            assert usage.spills <= SPILL_LIMIT[target][0 if case.common else 1], usage
