@@ -23,7 +23,7 @@ import torch
 import triton
 from torch import Tensor
 
-from . import launch_table, pack
+from . import pack
 from .marks import WORD_TILE
 from .packed_gradient import packed_gradient_kernel
 from .packed_products import (
@@ -32,8 +32,9 @@ from .packed_products import (
     packed_weight_grad_kernel,
 )
 from .packed_stream import packed_stream_kernel
+from .packed_table import LAG, RING, launch_processors, packed_launch
 from .problem import Head, HiddenGradReady, Marks, Policy, RowGradients
-from .tiles import Source
+from .tiles import Source, compute_dtype, gradient_unit
 
 ROW_BLOCK = 128
 SUPER_BLOCK = 4  # row blocks that share a coin
@@ -84,13 +85,6 @@ class _Layout:
     def groups_pow2(self) -> int:
         return triton.next_power_of_2(self.n_groups)
 
-    def launch(self, blocks: dict) -> tuple[int, dict]:
-        """Number of programs and launch parameters of one of the tables below."""
-        parameters = dict(blocks)
-        if launch_table.architecture(self.plan.device) == "gfx9":
-            parameters["num_stages"] = 2  # 64 KiB of shared memory
-        return self.processors * parameters.pop("per_processor"), parameters
-
 
 def packed_backward(
     hidden: Tensor,  # [N, D]
@@ -115,7 +109,7 @@ def packed_backward(
     n, d = hidden.shape
     n_columns = head.weight.shape[0]
     device = hidden.device
-    dtype = torch.promote_types(hidden.dtype, head.weight.dtype)
+    dtype = compute_dtype(hidden, head)
     d_hidden = torch.zeros(n, d, dtype=hidden_grad_dtype, device=device) if hidden_grad else None
     d_bias = torch.zeros(n_columns, dtype=torch.float32, device=device) if bias_grad else None
     d_weight = None
@@ -222,7 +216,7 @@ def _layout(bits, n_rows, n, n_columns, d, dtype, storage) -> _Layout:
         n_slabs=triton.cdiv(n_columns, slab_columns),
         slab_columns=slab_columns,
         group_columns=group_columns,
-        processors=_processors(device),
+        processors=launch_processors(device),
         plan=plan,
         dense=dense,
         start=start.view(-1, n_groups),
@@ -246,13 +240,13 @@ class _Work:
         self.n_columns = head.weight.shape[0]
         self.n_words = marks.bits.shape[1]
         device = hidden.device
-        self.half = dtype != torch.float32
-        self.precision = "tf32" if self.half else "ieee"  # ignored for half operands
+        self.device, self.dtype = device, dtype
+        self.precision = "ieee" if dtype == torch.float32 else "tf32"  # ignored for half operands
         scale = head.scale
         self.scale = (
             scale if isinstance(scale, Tensor) else torch.full((), scale, dtype=torch.float32, device=device)
         )
-        self.unit = _unit(rows) if dtype == torch.float16 else None
+        self.unit = gradient_unit(rows, dtype)
         self._prepare_constant()
 
         def ints(*shape):
@@ -282,7 +276,7 @@ class _Work:
         """G of the round's pairs, and the lists of those that stay."""
         at, rows, head = self.layout, self.rows, self.head
         plan = at.plan[r]
-        programs, blocks = at.launch(GRADIENT_BLOCKS[self.half])
+        programs, blocks = packed_launch("gradient", self.device, self.dtype)
         hidden = Source(self.hidden, ROW_BLOCK, blocks["BLOCK_K"])
         packed_gradient_kernel[(programs,)](
             hidden.source, head.weight, head.bias, self.target, self.lse, rows.softmax, rows.target, rows.softmax_logit,
@@ -293,7 +287,8 @@ class _Work:
         )  # fmt: skip
         pack.keep_kernel[(at.processors * 4,)](
             self.marks.bits, self.word_start, self.keep, plan, self.kept_bits, self.kept_counts, self.n_words,
-            self.n_columns, at.n_groups, GROUP_WORDS=at.group_words, BLOCK=LIST_BLOCK, PROGRAMS=at.processors * 4, num_warps=4,
+            self.n_columns, at.n_groups, GROUP_WORDS=at.group_words, BLOCK=LIST_BLOCK, PROGRAMS=at.processors * 4,
+            num_warps=4,
         )  # fmt: skip
         pack.kept_list_kernel[(at.processors * 4,)](
             self.marks.bits, self.kept_bits, self.word_start, at.block_start, self.kept_counts, plan, self.kept_pair,
@@ -302,23 +297,23 @@ class _Work:
         )  # fmt: skip
         pack.union_kernel[(at.processors * 4,)](
             self.kept_bits, at.start, plan, self.union, self.union_start, self.union_count, self.touched, self.n_words,
-            at.n_groups, at.n_slabs, GROUP_WORDS=at.group_words, SLAB_WORDS=at.slab_columns // 32, PROGRAMS=at.processors * 4,
-            num_warps=4,
+            at.n_groups, at.n_slabs, GROUP_WORDS=at.group_words, SLAB_WORDS=at.slab_columns // 32,
+            PROGRAMS=at.processors * 4, num_warps=4,
         )  # fmt: skip
 
     def hidden_grad(self, r: int, out: Tensor) -> None:
         at = self.layout
-        programs, blocks = at.launch(HIDDEN_BLOCKS[self.half])
+        programs, blocks = packed_launch("hidden", self.device, self.dtype)
         packed_hidden_grad_kernel[(programs,)](
             self.head.weight, at.storage, at.extra, self.unit, at.plan[r], at.block_start, self.kept_counts,
-            self.kept_pair, self.kept_column, self.n_rows, self.row_index, self.constant, self.constant_weight, out, self.n,
-            self.head.weight.stride(0), at.n_groups, D=self.d, GROUPS=at.groups_pow2, PROGRAMS=programs,
+            self.kept_pair, self.kept_column, self.n_rows, self.row_index, self.constant, self.constant_weight, out,
+            self.n, self.head.weight.stride(0), at.n_groups, D=self.d, GROUPS=at.groups_pow2, PROGRAMS=programs,
             PRECISION=self.precision, **blocks,
         )  # fmt: skip
 
     def weight_grad(self, r: int, out: Tensor) -> None:
         at = self.layout
-        programs, blocks = at.launch(WEIGHT_BLOCKS[self.half])
+        programs, blocks = packed_launch("weight", self.device, self.dtype)
         packed_weight_grad_kernel[(programs,)](
             self.hidden, at.storage, at.extra, self.unit, at.plan[r], self.marks.bits, self.kept_bits, self.word_start,
             self.union, self.union_start, self.union_count, self.n_rows, out, self.n, self.hidden.stride(0),
@@ -328,18 +323,17 @@ class _Work:
 
     def weight_grad_stream(self, out: Tensor) -> None:
         """dC slab by slab into the storage that G is leaving."""
-        at, device = self.layout, out.device
-        block_d = STREAM_BLOCKS["BLOCK_D"]
-        n_parts = at.n_slabs * triton.cdiv(self.d, block_d)
-        ring = torch.zeros(STREAM_RING, at.slab_columns, block_d, dtype=torch.float32, device=device)
-        counters = torch.zeros(1 + 2 * n_parts, dtype=torch.int32, device=device)
-        programs, blocks = at.launch(STREAM_BLOCKS)
+        at = self.layout
+        programs, blocks = packed_launch("stream", self.device, self.dtype)
+        n_parts = at.n_slabs * triton.cdiv(self.d, blocks["BLOCK_D"])
+        ring = torch.zeros(RING, at.slab_columns, blocks["BLOCK_D"], dtype=torch.float32, device=self.device)
+        counters = torch.zeros(1 + 2 * n_parts, dtype=torch.int32, device=self.device)
         packed_stream_kernel[(programs,)](
             self.hidden, at.storage, at.extra, self.unit, at.dense, at.plan[0], self.marks.bits, self.kept_bits,
             self.word_start, self.union, self.union_start, self.union_count, self.touched, self.n_rows,
             self.constant_hidden, self.head.column_weight, ring, counters, counters[1:], counters[1 + n_parts :], out,
             self.n, self.hidden.stride(0), self.n_words, at.n_slabs, self.n_columns, at.n_super, D=self.d,
-            SLAB=at.slab_columns, RING=STREAM_RING, LAG=STREAM_LAG, SLOTS=4, ROUND_ROWS=min(512, at.slab_columns),
+            SLAB=at.slab_columns, RING=RING, LAG=LAG, SLOTS=4, ROUND_ROWS=min(512, at.slab_columns),
             ROUND_STEP=32, **blocks,
         )  # fmt: skip
 
@@ -380,25 +374,6 @@ class _Work:
         out.add_(total if share is None else share * total)
 
 
-# Tile sizes by half precision or fp32. fp32 products do not use tensor cores; their tiles only bound shared memory.
-GRADIENT_BLOCKS = {
-    True: dict(BLOCK_N=128, BLOCK_K=64, num_warps=8, num_stages=4, per_processor=1),
-    False: dict(BLOCK_N=64, BLOCK_K=32, num_warps=8, num_stages=2, per_processor=2),
-}
-HIDDEN_BLOCKS = {
-    True: dict(BLOCK_K=64, BLOCK_D=128, num_warps=4, num_stages=4, per_processor=2),
-    False: dict(BLOCK_K=32, BLOCK_D=64, num_warps=8, num_stages=2, per_processor=2),
-}
-WEIGHT_BLOCKS = {
-    True: dict(BLOCK_N=128, BLOCK_K=64, BLOCK_D=256, num_warps=8, num_stages=3, per_processor=1),
-    False: dict(BLOCK_N=64, BLOCK_K=32, BLOCK_D=64, num_warps=8, num_stages=2, per_processor=2),
-}
-
-STREAM_BLOCKS = dict(BLOCK_N=128, BLOCK_K=64, BLOCK_D=128, num_warps=4, num_stages=3, per_processor=2)
-STREAM_RING = 8
-STREAM_LAG = 4
-
-
 def _row_sum(share: Tensor, matrix: Tensor, n_rows: Tensor | None = None) -> Tensor:
     """share @ matrix in fp32, [D], a block of rows at a time; rows beyond n_rows may hold anything."""
     total = torch.zeros(matrix.shape[1], dtype=torch.float32, device=matrix.device)
@@ -409,16 +384,3 @@ def _row_sum(share: Tensor, matrix: Tensor, n_rows: Tensor | None = None) -> Ten
             block = torch.where(inside[:, None], block, 0.0)
         total += share[start : start + 4096] @ block
     return total
-
-
-def _unit(rows: RowGradients) -> Tensor:
-    """A power of two near the largest row gradient: fp16 cannot hold p / N itself."""
-    largest = torch.maximum(rows.softmax.abs().amax(), rows.target.abs().amax()).float()
-    usable = torch.isfinite(largest) & (largest > 0)
-    return torch.ldexp(torch.ones_like(largest), torch.frexp(torch.where(usable, largest, 1.0)).exponent)
-
-
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 2  # Triton's interpreter runs programs one after another
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -307,7 +307,7 @@ def union_kernel(
     SLAB_WORDS: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """Columns that a single row block keeps (about half) are listed apart, so that a tile of them needs its tokens only."""
+    """Columns that one row block alone keeps (about half) are listed apart: a tile of them needs its tokens only."""
     first = tl.load(plan_ptr + PLAN_FIRST).to(tl.int32)
     last = tl.load(plan_ptr + PLAN_LAST).to(tl.int32)
     base = tl.load(plan_ptr + PLAN_BASE)

@@ -1,7 +1,7 @@
 """The two products of the packed backward, on the lists that `pack` made.
 
-    dE[block]  = sum over the block's kept pairs of G[pair] (x) weight[column]       one program owns its part: no atomics
-    dC[column] += sum over the four row blocks of a super-block of G[pair] @ hidden  one addition per super-block
+    dE[block]  = sum over the block's kept pairs of G[pair] (x) weight[column]         one program owns its part
+    dC[column] += sum over the four row blocks of a super-block of G[pair] @ hidden    one addition per super-block
 
 The coin is shared by a super-block, so the kept sets of its row blocks nest and one list (their union) serves all
 four: a product with 512 tokens behind every addition into dC instead of 128, and about half as many additions.

@@ -78,4 +78,3 @@ def test_nested_in_a_group():
     order = m.argsort(0)
     kept = (scale.gather(0, order) > 0).int()
     assert torch.all(kept[1:] >= kept[:-1])
-

@@ -7,13 +7,13 @@ allow: the interpreter takes about 2 ms a loop step whatever a step's size.
 import pytest
 import torch
 import triton
-
-from vpcce import sampling
 from vpcce.kernels import backward_packed, marks
 from vpcce.kernels.coin import coin_thresholds
 from vpcce.kernels.forward import forward_stats
 from vpcce.kernels.hot_set import hot_set_stats
 from vpcce.kernels.problem import Head, Marks, RowGradients, Sampling
+
+from vpcce import sampling
 from vpcce.policy import sampled
 
 pytestmark = [
@@ -26,14 +26,14 @@ SEED = torch.tensor(2**40 + 77)
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """One k-step per product, groups and slabs small enough that small vocabularies have several."""
-    for table, blocks in (
-        ("GRADIENT_BLOCKS", dict(BLOCK_N=128, BLOCK_K=128)),
-        ("HIDDEN_BLOCKS", dict(BLOCK_K=128, BLOCK_D=128)),
-        ("WEIGHT_BLOCKS", dict(BLOCK_N=128, BLOCK_K=128, BLOCK_D=128)),
-    ):
-        monkeypatch.setattr(backward_packed, table, dict.fromkeys((True, False), dict(blocks, per_processor=1)))
+    blocks = {
+        "gradient": dict(BLOCK_N=128, BLOCK_K=128),
+        "hidden": dict(BLOCK_K=128, BLOCK_D=128),
+        "weight": dict(BLOCK_N=128, BLOCK_K=128, BLOCK_D=128),
+        "stream": dict(BLOCK_N=128, BLOCK_K=128, BLOCK_D=64),
+    }
     monkeypatch.setattr(
-        backward_packed, "STREAM_BLOCKS", dict(BLOCK_N=128, BLOCK_K=128, BLOCK_D=64, per_processor=1)
+        backward_packed, "packed_launch", lambda kernel, device, dtype: (2, dict(blocks[kernel]))
     )
     monkeypatch.setattr(backward_packed, "SMALL_GROUP", 1024)
     monkeypatch.setattr(backward_packed, "SLAB_COLUMNS", 512)
@@ -102,14 +102,19 @@ class Problem:
         return results
 
     def check(self, d_hidden, d_weight, tolerance):
-        for ours, truth in ((d_hidden, self.grad @ self.weight.double()), (d_weight, self.grad.T @ self.hidden.double())):
+        for ours, truth in (
+            (d_hidden, self.grad @ self.weight.double()),
+            (d_weight, self.grad.T @ self.hidden.double()),
+        ):
             assert ((ours.double() - truth).norm() / truth.norm()).item() < tolerance
         assert torch.all(d_hidden[self.n_rows_int :] == 0)
 
 
 OPTIONS = {
     "plain": dict(),
-    "bias, softcap, scale, entropy, ignored rows": dict(n_rows=400, bias=True, softcap=10.0, scale=1.3, entropy=True),
+    "bias, softcap, scale, entropy, ignored rows": dict(
+        n_rows=400, bias=True, softcap=10.0, scale=1.3, entropy=True
+    ),
     "label smoothing": dict(constant=True, bias=True, n_rows=500),
     "one row block, vocabulary of one partial word tile": dict(n=100, v=200),
     "one token": dict(n=1, v=1500),
@@ -127,7 +132,9 @@ def test_fp32(options):
     assert ((d_bias.double() - truth).norm() / truth.norm()).item() < 2e-6
 
 
-@pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["label smoothing"]], ids=["plain", "label smoothing"])
+@pytest.mark.parametrize(
+    "options", [OPTIONS["plain"], OPTIONS["label smoothing"]], ids=["plain", "label smoothing"]
+)
 def test_half_precision_in_place(options, monkeypatch):
     """dC in fp16 from the ring, while most of G lies in dC's own storage (extra rows for a third of the pairs)."""
     problem = Problem(**{**dict(n=600, v=4000, d=256, dtype=torch.float16, eps=2.0**-3), **options})
@@ -147,7 +154,9 @@ def test_main_grad_is_added_to_in_rounds(monkeypatch):
     main_grad = before.clone()
     d_hidden, nothing, _ = problem.run(main_grad=main_grad)
     assert nothing is None
-    problem.check(d_hidden, main_grad.double() - before.double(), 1e-4)  # rounding of the fp32 sum with `before`
+    problem.check(
+        d_hidden, main_grad.double() - before.double(), 1e-4
+    )  # rounding of the fp32 sum with `before`
 
 
 def test_deterministic():

@@ -7,9 +7,9 @@ the rest, whose gradients are 10^4 times smaller. A bias of 1% must make the sam
 
 import pytest
 import torch
+from vpcce.kernels.problem import Head, Marks, RowGradients
 
 from vpcce import sampling
-from vpcce.kernels.problem import Head, Marks, RowGradients
 from vpcce.policy import exact, filtered, sampled
 from vpcce.reference import local_backward
 
@@ -30,7 +30,9 @@ class Problem:
         p = (x - self.lse[:, None]).exp()
         self.target = torch.multinomial(p, 1, generator=g)[:, 0]
         self.target[self.target < 20] = torch.randint(100, 150, (int((self.target < 20).sum()),), generator=g)
-        self.rows = RowGradients(torch.rand(N, generator=g).double() / N, -torch.rand(N, generator=g).double() / N)
+        self.rows = RowGradients(
+            torch.rand(N, generator=g).double() / N, -torch.rand(N, generator=g).double() / N
+        )
         onehot = torch.nn.functional.one_hot(self.target, V).double()
         self.error = p - onehot
         self.grad = p * self.rows.softmax[:, None] + onehot * self.rows.target[:, None]
@@ -117,14 +119,18 @@ def test_the_error_falls_like_the_square_root(problem, draws):
     errors = []
     for k in sizes:
         means = draws[: 4096 // k * k].view(-1, k, *draws.shape[1:]).mean(1)
-        errors.append(torch.stack([(weight_grad(problem, s) - truth).norm() for s in means]).square().mean().sqrt())
+        errors.append(
+            torch.stack([(weight_grad(problem, s) - truth).norm() for s in means]).square().mean().sqrt()
+        )
     for small, large in zip(errors, errors[1:], strict=False):
         assert 1.7 < (small / large).item() < 2.35, errors
 
 
 def test_hidden_gradient_converges_too(problem, draws):
     truth = problem.grad @ problem.weight
-    single = torch.stack([sampling.scale_columns(problem.grad, s) @ problem.weight - truth for s in draws[:128]])
+    single = torch.stack(
+        [sampling.scale_columns(problem.grad, s) @ problem.weight - truth for s in draws[:128]]
+    )
     predicted = (single**2).sum((1, 2)).mean().sqrt() / len(draws) ** 0.5
     mean = sampling.scale_columns(problem.grad, draws.mean(0)) @ problem.weight
     assert 0.5 < ((mean - truth).norm() / predicted).item() < 1.6
