@@ -42,10 +42,10 @@ def size(group: dist.ProcessGroup | None) -> int:
 
 
 def gather_stats(packed: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """[k, N] of this rank -> [T, k, N] of all ranks, in rank order."""
+    """[k, ...] of this rank -> [T, k, ...] of all ranks, in rank order."""
     if group is None:
         return packed[None]
-    out = packed.new_empty(size(group) * packed.shape[0], packed.shape[1])  # gloo wants ranks along a given dimension
+    out = packed.new_empty(size(group) * packed.shape[0], *packed.shape[1:])  # as gloo wants it
     _all_gather(out, packed.contiguous(), group=group)
     return out.view(size(group), *packed.shape)
 

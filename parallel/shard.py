@@ -74,7 +74,9 @@ class VocabShard:
         if not 0 <= index < size:
             raise ValueError(f"VocabShard.split: expected an index in [0, {size}), got {index}")
         width = -(-vocab_size // size)
-        return cls(min(index * width, vocab_size), min((index + 1) * width, vocab_size), vocab_size, group)
+        bounds = min(index * width, vocab_size), min((index + 1) * width, vocab_size)
+        # With fewer ids than ranks one shard may be whole; it must still answer the ranks that hold none.
+        return cls(*bounds, vocab_size, dist.group.WORLD if group is None else group)
 
     @property
     def is_whole(self) -> bool:

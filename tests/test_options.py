@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import truth
 from spawn import run_ranks
@@ -13,7 +14,8 @@ def uneven(rank: int, world: int, v: int) -> vpcce.VocabShard:
     """Shards of 1, 2, 3, ... parts of the vocabulary; one rank owns it whole."""
     parts = world * (world + 1) // 2
     edges = [v * (r * (r + 1) // 2) // parts for r in range(world + 1)]
-    return vpcce.VocabShard(edges[rank], edges[rank + 1], v)
+    group = dist.group.WORLD if world > 1 and dist.is_initialized() else None
+    return vpcce.VocabShard(edges[rank], edges[rank + 1], v, group)
 
 
 def shard_of(rank: int, world: int, hidden, weight, bias, sequence_parallel=False):

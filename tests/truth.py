@@ -28,9 +28,11 @@ def cross_entropy(
     z_term = torch.where(kept, z_loss * x.logsumexp(-1).square(), 0.0)
     if reduction == "none":
         return (loss + z_term).view(target.shape)
-    if reduction == "mean" and kept.any():
-        return F.cross_entropy(x, flat, **options) + z_term.sum() / kept.sum()
-    return loss.sum() + z_term.sum()
+    if reduction == "sum":
+        return loss.sum() + z_term.sum()
+    counted = kept.sum() if class_weight is None else class_weight[flat[kept]].sum()
+    mean = F.cross_entropy(x, flat, **options) if counted != 0 else loss.sum()  # PyTorch says NaN for 0
+    return mean + z_term.sum() / kept.sum().clamp(min=1)
 
 
 def problem(n, v, d, dtype=torch.float64, *, bias=False, seed=0, ignored=0.0, device="cpu", scale=1.0):
