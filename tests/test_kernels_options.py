@@ -4,6 +4,7 @@ import pytest
 import torch
 import triton
 import truth
+from spawn import run_ranks
 
 import vpcce
 
@@ -51,3 +52,33 @@ def test_logprobs_of_several_ids(options):
     ids = truth.several_ids(20, 3, 300)
     ours = vpcce.linear_logprobs(leaves[0], leaves[1], ids, bias=leaves[2], **options)
     compare(ours, truth.logprobs_of_ids(wide[0], wide[1], ids, bias=wide[2], **options), leaves, wide)
+
+
+def on_a_rank(rank, world):
+    """Uneven shards of 70 and 130 rows; the smoothed, weighted loss and a soft one."""
+    leaves, _, target = problem(20, 200, 16)
+    shard = (vpcce.VocabShard(0, 70, 200), vpcce.VocabShard(70, 200, 200))[rank]
+    part = [leaves[0], *(t.detach()[shard.start : shard.stop].requires_grad_() for t in leaves[1:])]
+    call = dict(bias=part[2], shard=shard, softcap=5.0)
+    loss = vpcce.linear_cross_entropy(
+        *part[:2], target, class_weight=torch.arange(200.0) % 4, label_smoothing=0.3, **call
+    )
+    ids = truth.several_ids(20, 3, 200)
+    loss = loss + vpcce.linear_soft_cross_entropy(*part[:2], ids, torch.full((20, 3), 0.25), **call)
+    return [t.detach().numpy() for t in (loss, *torch.autograd.grad(loss, part))]
+
+
+def test_two_ranks():
+    _, wide, target = problem(20, 200, 16)
+    call = dict(bias=wide[2], softcap=5.0)
+    weights = torch.arange(200.0, dtype=torch.float64) % 4
+    plain = truth.cross_entropy(*wide[:2], target, class_weight=weights, label_smoothing=0.3, **call)
+    ids = truth.several_ids(20, 3, 200)
+    logprobs = truth.logprobs_of_ids(*wide[:2], ids, **call)
+    plain = plain - 0.25 * logprobs.sum() / (ids >= 0).any(1).sum()
+    d_hidden, d_weight, d_bias = torch.autograd.grad(plain, wide)
+    outputs = run_ranks(2, on_a_rank, 2)
+    for (loss, e, c, b), rows in zip(outputs, (slice(0, 70), slice(70, 200)), strict=True):
+        torch.testing.assert_close(torch.from_numpy(loss).double(), plain.detach(), rtol=1e-5, atol=1e-6)
+        for ours, expected in ((e, d_hidden), (c, d_weight[rows]), (b, d_bias[rows])):
+            assert (torch.from_numpy(ours).double() - expected).norm() <= 1e-4 * expected.norm()

@@ -50,7 +50,9 @@ def sharded_loss(rank, world, v, sequence_parallel, options, even, dtype=torch.f
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("world, v, even", [(2, 128, True), (4, 505, True), (3, 100, False), (4, 3, True), (2, 1, True)])
+@pytest.mark.parametrize(
+    "world, v, even", [(2, 128, True), (4, 505, True), (3, 100, False), (4, 3, True), (2, 1, True)]
+)
 def test_equals_one_rank(world, v, even, sequence_parallel):
     """505 ids on 4 ranks are uneven; 3 ids leave the last of 4 ranks with none, 1 id the last of 2."""
     outputs = run_ranks(world, sharded_loss, world, v, sequence_parallel, OPTIONS, even)
