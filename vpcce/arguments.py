@@ -86,7 +86,6 @@ def prepare(
     if torch.is_autocast_enabled(hidden.device.type):
         compute = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(compute), weight.to(compute)
-    is_tensor = isinstance(logit_scale, Tensor)
     wants_grad = torch.is_grad_enabled() and any(
         t.requires_grad for t in (hidden, weight, bias, logit_scale) if isinstance(t, Tensor)
     )
@@ -111,9 +110,9 @@ def prepare(
         weight=weight,
         target=(target.reshape(-1) if per_token is None else target.reshape(-1, per_token)).to(torch.int64),
         bias=bias,
-        scale=logit_scale if is_tensor else None,
+        scale=logit_scale if isinstance(logit_scale, Tensor) else None,
         class_weight=None if class_weight is None else class_weight.detach().to(_stats_dtype(hidden, weight)),
-        logit_scale=1.0 if is_tensor else logit_scale,
+        logit_scale=1.0 if isinstance(logit_scale, Tensor) else logit_scale,
         softcap=softcap,
         main_grad=main_grad,
         shape=tokens.shape,

@@ -196,7 +196,7 @@ def head_stats_backward_op(
     ]
     labels = rows.take(target)
     entropy_rows = None if grads[2] is None else rows.take(entropy)
-    upstream = _row_gradients(*grads, lse_rows, entropy_rows, labels.shape)
+    upstream = _row_gradients(grads, lse_rows, entropy_rows, labels.shape)
     hidden_policy, weight_policy = how.policies
     want_hidden = "h" in needs or "s" in needs
     reduction = collectives.HiddenGradReduction(
@@ -455,7 +455,8 @@ def _linear_logit_sum(tokens: Tensor, head: Head) -> Tensor:
     return (tokens.to(dtype) @ total + offset) * head.scale
 
 
-def _row_gradients(g_lse, g_target, g_entropy, g_logit_sum, lse, entropy, target_shape) -> RowGradients:
+def _row_gradients(grads, lse, entropy, target_shape) -> RowGradients:
+    g_lse, g_target, g_entropy, g_logit_sum = grads
     zero = torch.zeros_like(lse)
     softmax = zero if g_lse is None else g_lse.to(lse.dtype)
     softmax_logit = None

@@ -233,7 +233,7 @@ def linear_logprobs(
         logprobs = stats.target_logit - stats.lse[..., None]
         if ignore_index is not None:
             logprobs = logprobs.masked_fill(target == ignore_index, 0.0)
-    return (logprobs, stats.entropy) if entropy else logprobs
+    return logprobs if stats.entropy is None else (logprobs, stats.entropy)
 
 
 def _run(call: Arguments):
