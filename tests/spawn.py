@@ -14,9 +14,11 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-_context = multiprocessing.get_context("forkserver")
+# A forked process cannot use CUDA once its server has touched it.
+_context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 # Imports cost every rank a second or two otherwise; the first call of a custom operator imports torch._dynamo.
-_context.set_forkserver_preload(["torch._dynamo", "torch.distributed", "pytest", "hypothesis", "vpcce"])
+if _context.get_start_method() == "forkserver":
+    _context.set_forkserver_preload(["torch._dynamo", "torch.distributed", "pytest", "hypothesis", "vpcce"])
 
 
 def run_ranks(world: int, function: Callable, *args, timeout: float = 120.0) -> list:

@@ -276,6 +276,19 @@ def test_compile_fullgraph_with_changing_floats():
             torch.testing.assert_close(a, b)
 
 
+def test_compile_fullgraph_with_changing_policies():
+    """Floats of a policy may become symbols too, and then have no digits to write down."""
+    hidden, weight, _, target = truth.problem(24, 50, 6, torch.float32)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(hidden, weight, target, backward):
+        return vpcce.linear_cross_entropy(hidden, weight, target, backward=backward)
+
+    plain = truth.cross_entropy(hidden, weight, target)
+    for backward in ("auto", vpcce.exact(), vpcce.sampled(), vpcce.sampled(2**-5), (vpcce.filtered(), vpcce.exact())):
+        torch.testing.assert_close(compiled(hidden, weight, target, backward), plain)
+
+
 def test_activation_checkpointing():
     hidden, weight, _, target = truth.problem(24, 50, 6)
     loss = torch.utils.checkpoint.checkpoint(vpcce.linear_cross_entropy, hidden, weight, target, use_reentrant=False)

@@ -102,8 +102,9 @@ def prepare(
         logit_sum=logit_sum,
         marks=wants_grad and any(policy.kind != "exact" for policy in policies),
         reduce_hidden_grad=reduce_hidden_grad,
-        hidden_policy=(policies[0].kind, policies[0].eps, policies[0].sort, policies[0].deterministic),
-        weight_policy=(policies[1].kind, policies[1].eps, policies[1].sort, policies[1].deterministic),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        hidden_policy=policies[0].text,
+        weight_policy=policies[1].text,
     )
     return Arguments(
         hidden=hidden.reshape(-1, hidden.shape[-1]),

@@ -19,7 +19,8 @@ is no tensor. Nothing here waits for the device, except the comparison of settin
 
 import ast
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +31,7 @@ from vpcce.parallel import collectives
 from vpcce.policy import BackwardPolicy
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """What a call asks for beyond its tensors; travels through the operators as text."""
 
     start: int
@@ -46,8 +46,9 @@ class Settings:
     logit_sum: bool
     marks: bool  # a sampled or filtered backward will follow
     reduce_hidden_grad: bool
-    hidden_policy: tuple
-    weight_policy: tuple
+    deterministic: bool  # torch.use_deterministic_algorithms
+    hidden_policy: str  # `BackwardPolicy.text`
+    weight_policy: str
 
     @property
     def n_valid(self) -> int:
@@ -55,10 +56,14 @@ class Settings:
 
     @property
     def policies(self) -> tuple[BackwardPolicy, BackwardPolicy]:
-        return BackwardPolicy(*self.hidden_policy), BackwardPolicy(*self.weight_policy)
+        """Of dE and dC."""
+        made = (BackwardPolicy.from_text(self.hidden_policy), BackwardPolicy.from_text(self.weight_policy))
+        if self.deterministic:
+            made = (replace(made[0], deterministic=True), replace(made[1], deterministic=True))
+        return made
 
     def encode(self) -> str:
-        return repr(tuple(vars(self).values()))  # in field order; astuple would copy, which torch.compile cannot trace
+        return repr(tuple(self))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -494,7 +499,7 @@ def from_float_bits(bits: Tensor) -> Tensor:
 
 def check_agreement(group, how: Settings, hidden, weight, target, bias, options) -> None:
     """Every rank must ask the same question of the same tokens; only the rows of the weight differ."""
-    same = replace(how, start=0, stop=0, group="")
+    same = how._replace(start=0, stop=0, group="")
     fields = [
         ("the number of tokens", target.shape[0]),
         ("the number of ids per token", target.shape[1:].numel()),

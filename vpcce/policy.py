@@ -10,7 +10,8 @@ dE and dC may use different policies: pass `backward=(policy of dE, policy of dC
 (arXiv 2411.09009, section 5.3) is `(filtered(), exact())`; `(sampled(), exact())` is its unbiased counterpart.
 """
 
-from dataclasses import dataclass
+import ast
+from dataclasses import dataclass, field
 
 import torch
 
@@ -23,6 +24,15 @@ class BackwardPolicy:
     eps: float = 0.0
     sort: bool = False
     deterministic: bool = False
+    # The fields as text, made once: torch.compile may turn eps into a symbol, which has no digits.
+    text: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "text", repr((self.kind, self.eps, self.sort, self.deterministic)))
+
+    @classmethod
+    def from_text(cls, text: str) -> "BackwardPolicy":
+        return cls(*ast.literal_eval(text))
 
 
 def exact() -> BackwardPolicy:
@@ -53,13 +63,25 @@ def sampled(eps: float = 2**-12, *, deterministic: bool = False) -> BackwardPoli
     return BackwardPolicy("sampled", _checked_eps("sampled", eps), False, deterministic)
 
 
+def _checked_eps(who: str, eps: float) -> float:
+    if not isinstance(eps, (int, float)) or isinstance(eps, bool):
+        raise TypeError(f"{who}: eps must be a float, got {type(eps).__name__}")
+    if not 0 < eps <= 1:
+        raise ValueError(f"{who}: expected 0 < eps <= 1, got {eps}")
+    return float(eps)
+
+
+# What "auto" stands for. Made here, so that a traced call finds them ready.
+_EXACT, _SAMPLED = exact(), sampled()
+
+
 def resolve(backward, dtype: torch.dtype, device: torch.device) -> tuple[BackwardPolicy, BackwardPolicy]:
     """The policies of dE and dC that the argument `backward` stands for."""
     pair = backward if isinstance(backward, tuple) else (backward, backward)
     if len(pair) != 2:
         raise ValueError(f"backward: expected a policy or (policy of dE, policy of dC), got a tuple of {len(pair)}")
     half = dtype in (torch.bfloat16, torch.float16)
-    auto = sampled() if half and device.type == "cuda" else exact()
+    auto = _SAMPLED if half and device.type == "cuda" else _EXACT
     resolved = []
     for policy in pair:
         if isinstance(policy, str) and policy == "auto":
@@ -69,15 +91,5 @@ def resolve(backward, dtype: torch.dtype, device: torch.device) -> tuple[Backwar
                 'backward: expected "auto", vpcce.exact(), vpcce.filtered(), vpcce.sampled() or a pair of them, '
                 f"got {policy!r}"
             )
-        if policy.kind != "exact" and torch.are_deterministic_algorithms_enabled():
-            policy = BackwardPolicy(policy.kind, policy.eps, policy.sort, True)
         resolved.append(policy)
     return resolved[0], resolved[1]
-
-
-def _checked_eps(who: str, eps: float) -> float:
-    if not isinstance(eps, (int, float)) or isinstance(eps, bool):
-        raise TypeError(f"{who}: eps must be a float, got {type(eps).__name__}")
-    if not 0 < eps <= 1:
-        raise ValueError(f"{who}: expected 0 < eps <= 1, got {eps}")
-    return float(eps)

@@ -87,10 +87,10 @@ def liger_scaled() -> Loss:
 
 def verl() -> Loss:
     """The package's __init__ files import a whole trainer: stand-ins let the kernels load alone."""
-    spec = importlib.util.find_spec("verl")
-    if spec is None:
+    spec = None if "verl" in sys.modules else importlib.util.find_spec("verl")
+    if spec is None and "verl" not in sys.modules:
         raise ImportError("No module named 'verl'")
-    for name in ("verl", "verl.utils"):
+    for name in () if spec is None else ("verl", "verl.utils"):  # a worker loads it once
         module = types.ModuleType(name)
         module.__path__ = [os.path.join(os.path.dirname(os.path.dirname(spec.origin)), *name.split("."))]
         sys.modules[name] = module
