@@ -1,7 +1,6 @@
 # Sourced by demo.sh and test.sh: the folder .venv with everything the repository needs, made once and then reused.
 #
 #   PYTHON=python3.12 bash launch/demo.sh                                    another interpreter than python3
-#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu bash ...        the small build of torch, without CUDA
 #
 # An existing .venv is kept; what it lacks is added (a torch that is already there, say with CUDA, stays). Both
 # megatron-core versions go to folders of their own, because a process can import only one: put one on PYTHONPATH.
