@@ -372,10 +372,8 @@ class _DenseRun:
         self.unit = gradient_unit(rows, self.dtype)
         self.scale = scale_tensor(head)
         self.programs = multiprocessors(hidden.device)
-        self.for_gradient, self.for_product = tiles or (
-            launch_parameters("gradient", hidden.device, self.dtype),
-            launch_parameters("product", hidden.device, self.dtype),
-        )
+        self.for_gradient: Tile = tiles[0] if tiles else launch_parameters("gradient", hidden.device, self.dtype)
+        self.for_product: Tile = tiles[1] if tiles else launch_parameters("product", hidden.device, self.dtype)
         if filter_eps is not None and self.for_gradient.block_n < 128:
             self.for_gradient = replace(self.for_gradient, block_n=128, num_stages=2)  # the filter's tiles are square
 

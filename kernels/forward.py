@@ -228,18 +228,19 @@ def forward_stats(
         return torch.empty(*rows, n, dtype=dtype, device=device) if wanted else None
 
     if n == 0 or n_columns == 0:
-        stats = LocalStats(
+        marks = None
+        if sampling is not None:
+            bits = torch.zeros(marks_shape(n, n_columns), dtype=torch.int32, device=device)
+            marks = Marks(bits, sampling.seed)
+        return LocalStats(
             torch.full((n,), -torch.inf, device=device),
             torch.zeros(n, device=device),
             torch.zeros(target.shape, device=device),
             torch.zeros(n, device=device) if entropy else None,
             torch.zeros(n, dtype=torch.int64, device=device) if argmax else None,
             torch.zeros(n, device=device) if logit_sum else None,
+            marks,
         )
-        if sampling is None:
-            return stats
-        bits = torch.zeros(marks_shape(n, n_columns), dtype=torch.int32, device=device)
-        return LocalStats(*list(vars(stats).values())[:-1], Marks(bits, sampling.seed))
 
     dtype = compute_dtype(hidden, head)
     tile = tile or launch_parameters("forward", device, dtype)

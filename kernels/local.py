@@ -10,6 +10,7 @@ tiles (DESIGN.md 6), too many for lists to pay: it is the dense backward with th
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,7 +81,7 @@ def local_backward(
             }
             # With a softcap, label smoothing's constant is no longer the same for all columns, and never sparse.
             smoothed = rows.constant is not None and head.softcap is not None
-            shared = dict(
+            shared: dict[str, Any] = dict(
                 n_rows=n_rows, row_index=row_index, main_grad=main_grad, hidden_grad=wanted["hidden"],
                 weight_grad=wanted["weight"], bias_grad=wanted["bias"], hidden_grad_dtype=hidden_grad_dtype,
                 hidden_grad_ready=hidden_grad_ready,

@@ -17,6 +17,7 @@ Groups travel by name, because custom operators take no process groups; torch.di
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -123,7 +124,8 @@ def agree(group: dist.ProcessGroup | None, config: str, fields: Sequence[tuple[s
         if any(value != values[0] for value in values):
             listing = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
             raise ValueError(f"vpcce: {name} must be equal on all ranks of the group, got {listing}")
-    _check_tiling([shard for _, _, shard in ranks], dict(fields)["vocab_size"])
+    vocab_size: Any = dict(fields)["vocab_size"]
+    _check_tiling([shard for _, _, shard in ranks], vocab_size)
     seen.add(config)
 
 
