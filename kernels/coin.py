@@ -1,13 +1,14 @@
 """The coin of the sampled backward: a pure function of (seed, rows, column), so that two kernels toss it alike.
 
-A column v of row block b (128 tokens) has m = max over the block's tokens of |p - onehot|. It is kept with
-probability q and scaled by 1 / q, where q is min(1, m / eps) rounded up to a multiple of 2^-24. The coin is an
-integer k in [0, 2^24), a mixing hash of seed, coin group and GLOBAL column id:
+A column v of row block b (128 tokens) has m = max over the block's tokens of p, and m = 1 where it is the target of
+one of them. It is kept with probability q and scaled by 1 / q, where q is min(1, m / eps) rounded up to a multiple of
+2^-24. The coin is an integer k in [0, 2^24), a mixing hash of seed, coin group and GLOBAL column id:
 
     y = m * 2^24 / eps        keep iff k < y        q = min(ceil(y), 2^24) / 2^24
 
 For an integer k, k < y says k < ceil(y), so the probability is exactly q and the expectation of the scaled gradient
-is exact for every column, however small; m = 0 is dropped and was 0.
+is exact for every column, however small; m = 0 is dropped and was 0. Targets are not judged by |p - 1|: it rounds to 0
+for a sure one, whose column a z-loss or an entropy bonus may still move.
 
 - A coin group is four row blocks (512 tokens). Sharing the coin nests the kept sets of its blocks, so dC is added to
   once per group and column; marginals, and with them the expectation, do not change. 1024 tokens would make dC's

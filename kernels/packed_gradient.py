@@ -1,11 +1,11 @@
 """Recomputes the logits of the marked columns, decides which stay, and writes their gradient.
 
     x = logits of 128 tokens and the listed columns        p = exp(x - lse)
-    m = max over tokens of |p - onehot|                    keep and 1 / q from `coin`
+    m = max over tokens of p, 1 for a target               keep and 1 / q from `coin`
     G = (p * (softmax + softmax_logit * x) + onehot * target) * d x / d z * scale / q
 
 `RowGradients.constant` is not in G: it is no function of p, so sampling it would only add noise; the caller adds it
-as a product of two vectors. q depends on p - onehot alone, never on upstream gradients: they multiply an unbiased
+as a product of two vectors. q depends on p and the targets, never on upstream gradients: they multiply an unbiased
 matrix, whatever they are.
 
 Weight rows are gathered by pointer, 4.6 KB each at D = 2304, so the gather runs at the speed of a dense load. All
@@ -38,9 +38,7 @@ def load_arena(plan_ptr):
 def arena_rows(storage_ptr, extra_ptr, arena, pair):
     """Pointers to G's rows of 128 gradients; `pair` counts from the round's first."""
     spill, storage_shift, extra_shift = arena
-    return tl.where(
-        pair < spill, storage_ptr + (pair + storage_shift) * 128, extra_ptr + (pair + extra_shift) * 128
-    )
+    return tl.where(pair < spill, storage_ptr + (pair + storage_shift) * 128, extra_ptr + (pair + extra_shift) * 128)
 
 
 @triton.jit
@@ -134,7 +132,7 @@ def packed_gradient_kernel(
                 x = ratio * softcap
             p = tl.exp2(x * LOG2E - lse[:, None])
             onehot = target[:, None] == column[None, :]
-            size = tl.where(valid[:, None], tl.abs(tl.where(onehot, p - 1.0, p)), 0.0)
+            size = tl.where(valid[:, None], tl.where(onehot, 1.0, p), 0.0)
             k24 = coin(key, second_key, first_column + column)
             gain = keep_scale(tl.max(size, 0), k24, eps)
             tl.store(keep_ptr + (pair - base), (gain != 0.0).to(tl.int8), mask=inside)

@@ -9,6 +9,8 @@ make_environment
 
 PYTHONPATH=$(megatron_folder 0.19.2)
 export PYTHONPATH OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# Two ranks need two GPUs; with fewer the runs stay on the CPU.
+"$python" -c 'import sys, torch; sys.exit(torch.cuda.device_count() < 2)' || export CUDA_VISIBLE_DEVICES=
 begin=$SECONDS
 for loss in vpcce megatron; do
     rm -rf "runs/demo-$loss"

@@ -27,11 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
+
+from vpcce.loss import linear_cross_entropy, linear_stats
 from vpcce.parallel import collectives
 from vpcce.parallel.shard import VocabShard
 from vpcce.parallel.wgrad import through_main_grad
-
-from vpcce.loss import linear_cross_entropy, linear_stats
 
 WHO = "vpcce.parallel.megatron"
 

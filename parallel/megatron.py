@@ -38,6 +38,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+
 from vpcce.parallel import collectives
 from vpcce.parallel import megatron_checks as checks
 from vpcce.parallel.deferred import WHO, DeferredLogits, HeadOptions, LayerCall, Request, fused_loss

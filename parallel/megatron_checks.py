@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from vpcce.parallel.deferred import WHO, HeadOptions
 
+from vpcce.parallel.deferred import WHO, HeadOptions
 from vpcce.policy import resolve
 
 COLUMN_PARALLEL_LINEAR = "megatron.core.tensor_parallel.layers.ColumnParallelLinear"

@@ -19,6 +19,7 @@ from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
+
 from vpcce.kernels import launch_table, tiles
 
 TARGETS = {

@@ -12,6 +12,7 @@ import pytest
 import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
 from vpcce.kernels import launch_table
 from vpcce.kernels.tiles import Tile
 

@@ -121,6 +121,7 @@ def assert_same(ours, theirs, what: str = "", k: float = 1.0) -> None:
 def counted_collectives():
     """A list of (name, numel) of the collectives over the tensor-parallel group that run inside."""
     import torch.distributed as dist
+
     from vpcce.parallel import collectives
 
     seen: list[tuple[str, int]] = []

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 from aot import SHARED_LIMIT, TARGETS, compile_launches, recorded_launches
-from vpcce.kernels.local import hot_set_stats, local_backward, local_stats
-from vpcce.kernels.problem import Head, Policy, RowGradients, Sampling
 
 import vpcce
+from vpcce.kernels.local import hot_set_stats, local_backward, local_stats
+from vpcce.kernels.problem import Head, Policy, RowGradients, Sampling
 
 N, V = 256, 1000
 # Bytes, of the common cases and of the others.

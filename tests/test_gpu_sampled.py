@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from vpcce.kernels import local
-from vpcce.kernels.problem import Head, Marks, RowGradients, Sampling
 
 import vpcce
 from vpcce import reference
+from vpcce.kernels import local
+from vpcce.kernels.problem import Head, Marks, RowGradients, Sampling
 from vpcce.policy import sampled
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "launch" / "bench"))

@@ -13,11 +13,11 @@ import truth
 from interpreter import prepare_kernels
 from spawn import run_ranks
 from tolerance import assert_as_good_as, assert_weight_grad_as_good_as, relative_error
+
+import vpcce
 from vpcce.kernels import backward_dense
 from vpcce.kernels.local import local_backward
 from vpcce.kernels.problem import Head, RowGradients
-
-import vpcce
 
 pytestmark = [
     pytest.mark.interpreter,

@@ -3,10 +3,10 @@
 import pytest
 import torch
 import triton
-from vpcce.kernels import local
-from vpcce.kernels.problem import Head, RowGradients
 
 from vpcce import reference
+from vpcce.kernels import local
+from vpcce.kernels.problem import Head, RowGradients
 from vpcce.policy import exact, filtered
 
 pytestmark = [

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from interpreter import prepare_kernels
+
 from vpcce.kernels import tiles
 from vpcce.kernels.forward import forward_stats
 from vpcce.kernels.launch_table import choose_splits

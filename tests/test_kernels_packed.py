@@ -7,13 +7,13 @@ allow: the interpreter takes about 2 ms a loop step whatever a step's size.
 import pytest
 import torch
 import triton
+
+from vpcce import sampling
 from vpcce.kernels import backward_packed, marks
 from vpcce.kernels.coin import coin_thresholds
 from vpcce.kernels.forward import forward_stats
 from vpcce.kernels.hot_set import hot_set_stats
 from vpcce.kernels.problem import Head, Marks, RowGradients, Sampling
-
-from vpcce import sampling
 from vpcce.policy import sampled
 
 pytestmark = [
@@ -77,7 +77,9 @@ class Problem:
         if softcap is not None:
             self.grad *= 1 - (x / softcap) ** 2
         columns = torch.arange(start, start + v)
-        m = sampling._block_max(self.error)
+        size = torch.where(onehot > 0, 1.0, p)
+        size[self.n_rows_int :] = 0
+        m = sampling._block_max(size)
         blocks = torch.arange(m.shape[0])
         self.scale = sampling.keep_scale(m, eps, SEED, blocks, columns)
         self.grad = sampling.scale_columns(self.grad, self.scale)

@@ -10,9 +10,9 @@ pytest.importorskip("megatron.core")
 import megatron_models as models
 import torch
 from spawn import run_ranks
-from vpcce.parallel import megatron
 
 import vpcce
+from vpcce.parallel import megatron
 
 pytestmark = pytest.mark.megatron
 EXACT = dict(backward=vpcce.exact())

@@ -12,9 +12,9 @@ import megatron_models as models
 import torch
 import torch.nn.functional as F
 from spawn import run_ranks
-from vpcce.parallel import megatron
 
 import vpcce
+from vpcce.parallel import megatron
 
 pytestmark = pytest.mark.megatron
 EXACT = dict(backward=vpcce.exact())

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 import truth
 from spawn import run_ranks
-from vpcce.parallel import collectives
 
 import vpcce
+from vpcce.parallel import collectives
 
 OPTIONS = dict(softcap=20.0, logit_scale=0.7, label_smoothing=0.1, z_loss=1e-3)
 

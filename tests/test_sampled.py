@@ -7,9 +7,10 @@ the rest, whose gradients are 10^4 times smaller. A bias of 1% must make the sam
 
 import pytest
 import torch
-from vpcce.kernels.problem import Head, Marks, RowGradients
 
+import vpcce
 from vpcce import sampling
+from vpcce.kernels.problem import Head, Marks, RowGradients
 from vpcce.policy import exact, filtered, sampled
 from vpcce.reference import local_backward
 
@@ -30,13 +31,11 @@ class Problem:
         p = (x - self.lse[:, None]).exp()
         self.target = torch.multinomial(p, 1, generator=g)[:, 0]
         self.target[self.target < 20] = torch.randint(100, 150, (int((self.target < 20).sum()),), generator=g)
-        self.rows = RowGradients(
-            torch.rand(N, generator=g).double() / N, -torch.rand(N, generator=g).double() / N
-        )
+        self.rows = RowGradients(torch.rand(N, generator=g).double() / N, -torch.rand(N, generator=g).double() / N)
         onehot = torch.nn.functional.one_hot(self.target, V).double()
         self.error = p - onehot
         self.grad = p * self.rows.softmax[:, None] + onehot * self.rows.target[:, None]
-        m = sampling._block_max(self.error)
+        m = sampling._block_max(torch.where(onehot > 0, 1.0, p))
         self.m = m
 
     def backward(self, policy, seed=0):
@@ -119,18 +118,14 @@ def test_the_error_falls_like_the_square_root(problem, draws):
     errors = []
     for k in sizes:
         means = draws[: 4096 // k * k].view(-1, k, *draws.shape[1:]).mean(1)
-        errors.append(
-            torch.stack([(weight_grad(problem, s) - truth).norm() for s in means]).square().mean().sqrt()
-        )
+        errors.append(torch.stack([(weight_grad(problem, s) - truth).norm() for s in means]).square().mean().sqrt())
     for small, large in zip(errors, errors[1:], strict=False):
         assert 1.7 < (small / large).item() < 2.35, errors
 
 
 def test_hidden_gradient_converges_too(problem, draws):
     truth = problem.grad @ problem.weight
-    single = torch.stack(
-        [sampling.scale_columns(problem.grad, s) @ problem.weight - truth for s in draws[:128]]
-    )
+    single = torch.stack([sampling.scale_columns(problem.grad, s) @ problem.weight - truth for s in draws[:128]])
     predicted = (single**2).sum((1, 2)).mean().sqrt() / len(draws) ** 0.5
     mean = sampling.scale_columns(problem.grad, draws.mean(0)) @ problem.weight
     assert 0.5 < ((mean - truth).norm() / predicted).item() < 1.6
@@ -185,3 +180,19 @@ def test_each_gradient_has_its_own_policy(problem):
     )  # fmt: skip
     torch.testing.assert_close(d_weight, problem.backward(exact())[1], rtol=1e-10, atol=1e-14)
     torch.testing.assert_close(d_hidden, problem.backward(sampled(EPS), seed=3)[0], rtol=1e-10, atol=1e-14)
+
+
+def test_a_sure_target_keeps_what_other_terms_ask_of_it():
+    """p = 1 after rounding: |p - onehot| is 0, but the z-loss still moves the target's row."""
+    weight = torch.zeros(1000, 8)
+    weight[7, 0] = 30.0
+    weight.requires_grad_()
+    hidden = torch.zeros(128, 8)
+    hidden[:, 0] = 1.0
+    target = torch.full((128,), 7)
+    grads = []
+    for backward in (exact(), sampled()):
+        loss = vpcce.linear_cross_entropy(hidden, weight, target, z_loss=1e-4, backward=backward)
+        grads += torch.autograd.grad(loss, weight)
+    assert grads[0][7, 0] > 1e-3
+    torch.testing.assert_close(grads[1][7], grads[0][7])

@@ -4,7 +4,7 @@
     exact()      every column of G                                            exact
     filtered()   128x128 tiles of G in which some |p - onehot| >= eps         biased: the rest is dropped
     sampled()    columns of 128 tokens, kept with probability q = min(1, m / eps) and scaled by 1 / q, where m is
-                 the largest |p - onehot| of the column                       exact in expectation
+                 the largest p of the column, 1 for a target                       exact in expectation
 
 dE and dC may use different policies: pass `backward=(policy of dE, policy of dC)`. Cut Cross-Entropy's FullC
 (arXiv 2411.09009, section 5.3) is `(filtered(), exact())`; `(sampled(), exact())` is its unbiased counterpart.
@@ -57,7 +57,7 @@ def sampled(eps: float = 2**-12, *, deterministic: bool = False) -> BackwardPoli
     """A column is kept with probability min(1, m / eps) and scaled by the inverse: exact in expectation.
 
     Args:
-        eps: columns whose largest |softmax - onehot| reaches eps are always kept; smaller is closer and slower.
+        eps: targets, and columns whose largest softmax reaches eps, are always kept; smaller is closer and slower.
         deterministic: bitwise repeatable for a given seed; otherwise only the order of fp32 additions may vary.
     """
     return BackwardPolicy("sampled", _checked_eps("sampled", eps), False, deterministic)

@@ -141,8 +141,7 @@ class _Columns:
         if rows.constant is not None:
             share = 1.0 if head.column_weight is None else head.column_weight[columns].to(x.dtype)
             self._constant = rows.constant[:, None] * share * slope
-        p[at] -= 1
-        self._softmax_error = p  # p - onehot
+        self._p, self._at = p, at
         self._first_column = head.start + columns.start if isinstance(columns, slice) else None
         self._marks = marks
         self._made: dict[Policy, Tensor] = {}
@@ -152,10 +151,12 @@ class _Columns:
         if policy not in self._made:
             grad = self._sparse
             if policy.kind == "sampled":
-                scale = sampling.sampled_scale(self._softmax_error, policy.eps, self._marks.seed, self._first_column)
+                size = self._p.index_put(self._at, self._p.new_ones(()))
+                scale = sampling.sampled_scale(size, policy.eps, self._marks.seed, self._first_column)
                 grad = sampling.scale_columns(grad, scale)
             elif policy.kind == "filtered":
-                grad = sampling.scale_columns(grad, sampling.filtered_scale(self._softmax_error, policy.eps))
+                error = self._p.index_put(self._at, self._p[self._at] - 1)
+                grad = sampling.scale_columns(grad, sampling.filtered_scale(error, policy.eps))
             self._made[policy] = grad if self._constant is None else grad + self._constant
         return self._made[policy]
 

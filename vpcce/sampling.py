@@ -1,11 +1,11 @@
 """The sampled and the filtered backward's decisions in plain PyTorch; `vpcce.kernels.coin` explains the coin.
 
-    sampled    m[b, v] = max over the tokens of row block b of |p - onehot|
+    sampled    m[b, v] = max over the tokens of row block b of p, 1 where v is the target of one
                keep iff coin < m * 2^24 / eps, scale by 1 / q, q = min(ceil(m * 2^24 / eps), 2^24) / 2^24
     filtered   a tile of one row block and 128 columns is dropped when all its |p - onehot| < eps
 
 Given the same seed the coin equals the kernels' bit for bit. Decisions then differ only where the two backends'
-|p - onehot| round to different sides of the coin.
+p round to different sides of the coin.
 """
 
 import torch
@@ -33,12 +33,12 @@ def keep_scale(m: Tensor, eps: float, seed: Tensor, row_block: Tensor, column: T
     return torch.where(y <= coin(seed, row_block, column), 0.0, LEVELS / q)
 
 
-def sampled_scale(softmax_error: Tensor, eps: float, seed: Tensor, first_column: int) -> Tensor:
-    """[blocks, columns]: what G's columns of a slice are multiplied with; `softmax_error` is p - onehot, [N, columns].
+def sampled_scale(size: Tensor, eps: float, seed: Tensor, first_column: int) -> Tensor:
+    """[blocks, columns]: what G's columns of a slice are multiplied with; `size` is p, and 1 at targets, [N, columns].
 
     `first_column` is the global id of the slice's first column.
     """
-    m = _block_max(softmax_error)
+    m = _block_max(size)
     blocks = torch.arange(m.shape[0], device=m.device)
     columns = torch.arange(first_column, first_column + m.shape[1], device=m.device)
     return keep_scale(m, eps, seed, blocks, columns)

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import torch
 from lm_like import lm_like
 from measure import free_memory, median_ms
+
 from vpcce.kernels.backward_dense import dense_backward
 from vpcce.kernels.forward import forward_stats
 from vpcce.kernels.launch_table import architecture, launch_parameters
