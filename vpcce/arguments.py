@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vpcce.autograd import Settings
 from vpcce.parallel import collectives
 from vpcce.parallel.shard import VocabShard
 from vpcce.policy import exact, resolve
+from vpcce.settings import Settings
 
 MAX_IDS_PER_TOKEN = 64
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -17,58 +17,15 @@ activation checkpointing treat them as they treat a matrix product. The string i
 is no tensor. Nothing here waits for the device, except the comparison of settings over ranks at their first use.
 """
 
-import ast
-import functools
-from dataclasses import replace
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from vpcce import reference
-from vpcce.kernels.problem import Head, Marks, RowGradients, Sampling
+from vpcce.kernels.problem import Head, Marks, Sampling
 from vpcce.parallel import collectives
-from vpcce.policy import BackwardPolicy
-
-
-class Settings(NamedTuple):
-    """What a call asks for beyond its tensors; travels through the operators as text."""
-
-    start: int
-    stop: int
-    vocab_size: int
-    group: str  # name of the process group, "" for a single rank
-    check: bool
-    sequence_parallel: bool
-    ignore_index: int | None  # None: every token counts
-    entropy: bool
-    argmax: bool
-    logit_sum: bool
-    marks: bool  # a sampled or filtered backward will follow
-    reduce_hidden_grad: bool
-    deterministic: bool  # torch.use_deterministic_algorithms
-    hidden_policy: str  # `BackwardPolicy.text`
-    weight_policy: str
-
-    @property
-    def n_valid(self) -> int:
-        return max(0, min(self.stop, self.vocab_size) - self.start)
-
-    @property
-    def policies(self) -> tuple[BackwardPolicy, BackwardPolicy]:
-        """Of dE and dC."""
-        made = (BackwardPolicy.from_text(self.hidden_policy), BackwardPolicy.from_text(self.weight_policy))
-        if self.deterministic:
-            made = (replace(made[0], deterministic=True), replace(made[1], deterministic=True))
-        return made
-
-    def encode(self) -> str:
-        return repr(tuple(self))
-
-
-@functools.lru_cache(maxsize=1024)
-def decode(text: str) -> Settings:
-    return Settings(*ast.literal_eval(text))
+from vpcce.row_terms import as_float_bits, from_float_bits, linear_logit_sum, row_gradients
+from vpcce.settings import Settings, check_agreement, decode
+from vpcce.tokens import Rows, check_targets, largest_target_logit, local_target
 
 
 @torch.library.custom_op("vpcce::head_stats", mutates_args=())
@@ -91,12 +48,12 @@ def head_stats_op(
     group = collectives.resolve(how.group)
     if how.check:
         check_agreement(group, how, hidden, weight, target, bias, (logit_scale, softcap))
-    _check_targets(target, how)
-    rows = _Rows.select(target, how.ignore_index)
+    check_targets(target, how)
+    rows = Rows.select(target, how.ignore_index)
     tokens = rows.take(collectives.gather_tokens(hidden, group if how.sequence_parallel else None))
     head = _head(how, weight, bias, logit_scale if scale is None else scale, softcap, column_weight)
     labels = rows.take(target)
-    local = _local_target(labels, how, rows)
+    local = local_target(labels, how, rows)
     backend = _backend(hidden)
 
     sampling = None
@@ -111,7 +68,7 @@ def head_stats_op(
         tokens, head, local, n_rows=rows.count, entropy=how.entropy, argmax=how.argmax, logit_sum=want_sum,
         sampling=sampling,
     )  # fmt: skip
-    linear_sum = _linear_logit_sum(tokens, head) if how.logit_sum and not want_sum else None
+    linear_sum = linear_logit_sum(tokens, head) if how.logit_sum and not want_sum else None
 
     chosen = part.target_logit if target.dim() == 2 else part.target_logit[:, None]
     packed = [part.max, part.sum, *chosen.unbind(1)]
@@ -129,7 +86,7 @@ def head_stats_op(
     weights = torch.exp(ranks[:, 0] - shift)
     total = (ranks[:, 1] * weights).sum(0)
     target_logit = ranks[:, 2:others].sum(0).T  # [N, K]
-    lse = torch.maximum(shift + total.log(), _largest(target_logit, labels, how))
+    lse = torch.maximum(shift + total.log(), largest_target_logit(target_logit, labels, how))
     target_logit = target_logit.reshape(labels.shape)
     entropy, logit_sum = lse.new_empty(0), lse.new_empty(0)
     argmax = torch.empty(0, dtype=torch.int64, device=hidden.device)
@@ -190,7 +147,7 @@ def head_stats_backward_op(
     """dE, dC, dbias, dscale; empty where not wanted, and dC where it went into main_grad."""
     how = decode(settings)
     group = collectives.resolve(how.group)
-    rows = _Rows.select(target, how.ignore_index)
+    rows = Rows.select(target, how.ignore_index)
     tokens = rows.take(collectives.gather_tokens(hidden, group if how.sequence_parallel else None))
     head = _head(how, weight, bias, logit_scale if scale is None else scale, softcap, column_weight)
     lse_rows = rows.take(lse)
@@ -201,7 +158,7 @@ def head_stats_backward_op(
     ]
     labels = rows.take(target)
     entropy_rows = None if grads[2] is None else rows.take(entropy)
-    upstream = _row_gradients(grads, lse_rows, entropy_rows, labels.shape)
+    upstream = row_gradients(grads, lse_rows, entropy_rows, labels.shape)
     hidden_policy, weight_policy = how.policies
     want_hidden = "h" in needs or "s" in needs
     reduction = collectives.HiddenGradReduction(
@@ -222,7 +179,7 @@ def head_stats_backward_op(
     into = None if main_grad is None else main_grad[:n_valid]
     reduced = group is not None and how.reduce_hidden_grad
     _, weight_grad, bias_grad = _backend(hidden).local_backward(
-        tokens, head, _local_target(labels, how, rows), lse_rows, upstream,
+        tokens, head, local_target(labels, how, rows), lse_rows, upstream,
         n_rows=rows.count,
         row_index=rows.index if on_device else None,
         hidden_policy=hidden_policy if want_hidden else None,
@@ -320,49 +277,6 @@ def head_stats(
     )
 
 
-class _Rows:
-    """Which tokens count. Ignored ones are moved behind the others, or left out where that needs no waiting.
-
-    On the CPU `index` lists the tokens that count. On a device their number stays there: `index` is a permutation
-    with the tokens that count in front, and `count` [1] int32 says how many there are.
-    """
-
-    def __init__(self, index: Tensor | None, count: Tensor | None, n: int):
-        self.index, self.count, self.n = index, count, n
-
-    @classmethod
-    def select(cls, target: Tensor, ignore_index: int | None) -> "_Rows":
-        n = target.shape[0]
-        if ignore_index is None:
-            return cls(None, None, n)
-        counts = target != ignore_index
-        if target.dim() == 2:
-            counts = counts.any(1)
-        if target.device.type == "cpu":
-            index = counts.nonzero()[:, 0]
-            return cls(None if index.shape[0] == n else index, None, n)
-        order = torch.argsort(counts, descending=True, stable=True)
-        return cls(order, counts.sum(dtype=torch.int32)[None], n)
-
-    def take(self, rows: Tensor) -> Tensor:
-        """The rows that count, in front; behind them zeros, which no product turns into NaN."""
-        if self.index is None:
-            return rows
-        return self._clear_late(rows.index_select(0, self.index))
-
-    def spread(self, rows: Tensor) -> Tensor:
-        """The inverse of `take`; tokens that do not count get 0."""
-        if self.index is None:
-            return rows
-        return rows.new_zeros(self.n, *rows.shape[1:]).index_copy_(0, self.index, self._clear_late(rows))
-
-    def _clear_late(self, rows: Tensor) -> Tensor:
-        if self.count is None:
-            return rows
-        late = torch.arange(self.n, device=rows.device) >= self.count
-        return rows.masked_fill_(late.view(-1, *(1,) * (rows.dim() - 1)), 0)
-
-
 def _backend(tensor: Tensor):
     if tensor.device.type == "cpu" and not _interpreting():
         return reference
@@ -380,23 +294,6 @@ def _interpreting() -> bool:
     return triton.knobs.runtime.interpret
 
 
-def _check_targets(target: Tensor, how: Settings) -> None:
-    """On a device the check is an assertion there, so that nobody waits for it."""
-    valid = (target >= 0) & (target < how.vocab_size)
-    if how.ignore_index is not None:
-        valid |= target == how.ignore_index
-    ignored = "" if how.ignore_index is None else f" and is not ignore_index {how.ignore_index}"
-    if target.device.type != "cpu":
-        torch._assert_async(valid.all(), f"vpcce: a target is outside [0, {how.vocab_size}){ignored}")
-    elif not valid.all():
-        place = (~valid).nonzero()[0].tolist()
-        position = place[0] if target.dim() == 1 else place
-        raise ValueError(
-            f"vpcce: target {target[tuple(place)].item()} at position {position} is outside "
-            f"[0, {how.vocab_size}){ignored}"
-        )
-
-
 def _head(how: Settings, weight, bias, scale, softcap, column_weight) -> Head:
     """This rank's true ids: padding rows are cut off here and seen by nobody below."""
     n = how.n_valid
@@ -408,26 +305,6 @@ def _head(how: Settings, weight, bias, scale, softcap, column_weight) -> Head:
         start=how.start,
         column_weight=None if column_weight is None else column_weight[:n],
     )
-
-
-def _local_target(target: Tensor, how: Settings, rows: _Rows) -> Tensor:
-    """Global ids -> rows of this rank's weight, -1 for what lives elsewhere or does not count."""
-    mine = (target >= how.start) & (target < how.start + how.n_valid)
-    if rows.count is not None:
-        counts = torch.arange(target.shape[0], device=target.device) < rows.count
-        mine &= counts if target.dim() == 1 else counts[:, None]
-    if target.dim() == 2 and how.ignore_index is not None:
-        mine &= target != how.ignore_index  # rows with an id that counts are not left out
-    return torch.where(mine, target - how.start, -1)
-
-
-def _largest(target_logit: Tensor, target: Tensor, how: Settings) -> Tensor:
-    """[N]: the largest logit among a token's targets, both [N, K]; ignored ones have none."""
-    if target.dim() == 1:
-        return target_logit[:, 0]
-    if how.ignore_index is not None:
-        target_logit = target_logit.masked_fill(target == how.ignore_index, -torch.inf)
-    return target_logit.amax(1)
 
 
 def _lower_bound(backend, tokens, head, local, rows, seed, group) -> tuple[Tensor, Tensor]:
@@ -445,38 +322,6 @@ def _lower_bound(backend, tokens, head, local, rows, seed, group) -> tuple[Tenso
     return bound, low | (high << 31)
 
 
-def _linear_logit_sum(tokens: Tensor, head: Head) -> Tensor:
-    """sum_v column_weight_v * x_v where x is linear in hidden: one matrix-vector product."""
-    dtype = torch.float64 if tokens.dtype == torch.float64 else torch.float32
-    total = torch.zeros(tokens.shape[1], dtype=dtype, device=tokens.device)
-    offset = torch.zeros((), dtype=dtype, device=tokens.device)
-    for start in range(0, head.weight.shape[0], 16384):  # bounds the copy in `dtype`
-        rows = slice(start, start + 16384)
-        weight = head.weight[rows].to(dtype)
-        share = weight.new_ones(weight.shape[0]) if head.column_weight is None else head.column_weight[rows].to(dtype)
-        total += share @ weight
-        if head.bias is not None:
-            offset += share @ head.bias[rows].to(dtype)
-    return (tokens.to(dtype) @ total + offset) * head.scale
-
-
-def _row_gradients(grads, lse, entropy, target_shape) -> RowGradients:
-    g_lse, g_target, g_entropy, g_logit_sum = grads
-    zero = torch.zeros_like(lse)
-    softmax = zero if g_lse is None else g_lse.to(lse.dtype)
-    softmax_logit = None
-    if g_entropy is not None:
-        g_entropy = g_entropy.to(lse.dtype)
-        softmax = softmax + g_entropy * (lse - entropy)
-        softmax_logit = -g_entropy
-    return RowGradients(
-        softmax=softmax.contiguous(),
-        target=lse.new_zeros(target_shape) if g_target is None else g_target.to(lse.dtype).contiguous(),
-        softmax_logit=softmax_logit,
-        constant=None if g_logit_sum is None else g_logit_sum.to(lse.dtype).contiguous(),
-    )
-
-
 def _with_padding(grad: Tensor, n_rows: int) -> Tensor:
     """Rows of the padded vocabulary get a zero gradient."""
     if grad.shape[0] == n_rows:
@@ -486,30 +331,3 @@ def _with_padding(grad: Tensor, n_rows: int) -> Tensor:
 
 def _marks(bits: Tensor, seed: Tensor) -> Marks | None:
     return Marks(bits, seed) if bits.numel() else None
-
-
-def as_float_bits(ids: Tensor, dtype: torch.dtype) -> Tensor:
-    return ids.to(torch.int32 if dtype == torch.float32 else torch.int64).view(dtype)
-
-
-def from_float_bits(bits: Tensor) -> Tensor:
-    bits = bits.contiguous()
-    return bits.view(torch.int32 if bits.dtype == torch.float32 else torch.int64).to(torch.int64)
-
-
-def check_agreement(group, how: Settings, hidden, weight, target, bias, options) -> None:
-    """Every rank must ask the same question of the same tokens; only the rows of the weight differ."""
-    same = how._replace(start=0, stop=0, group="")
-    fields = [
-        ("the number of tokens", target.shape[0]),
-        ("the number of ids per token", target.shape[1:].numel()),
-        ("hidden's shape", tuple(hidden.shape)),
-        ("hidden's dtype", str(hidden.dtype)),
-        ("weight's dtype", str(weight.dtype)),
-        ("the presence of a bias", bias is not None),
-        ("vocab_size", how.vocab_size),
-        ("logit_scale and softcap", options),
-        ("the set of options", same.encode()),
-    ]
-    config = repr((fields, how.start, how.stop))
-    collectives.agree(group, config, fields, (how.start, how.start + how.n_valid))

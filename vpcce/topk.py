@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from vpcce.arguments import Arguments, group_of, prepare, without_dtensors
-from vpcce.autograd import as_float_bits, check_agreement, from_float_bits
 from vpcce.parallel import collectives
 from vpcce.parallel.shard import VocabShard
+from vpcce.row_terms import as_float_bits, from_float_bits
+from vpcce.settings import check_agreement
 
 MAX_K = 64
 BLOCK_NUMEL = 2**24  # logits of one block: 64 MiB in fp32
