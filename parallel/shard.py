@@ -50,6 +50,9 @@ class VocabShard:
         if not 0 <= self.start <= self.stop:
             raise ValueError(f"VocabShard: expected 0 <= start <= stop, got start={self.start}, stop={self.stop}")
 
+    def __deepcopy__(self, memo):
+        return self  # immutable, and a process group has no copies
+
     @classmethod
     def split(cls, vocab_size: int, group: dist.ProcessGroup | None = None, index: int | None = None) -> "VocabShard":
         """The shard of one rank when `vocab_size` ids are dealt out as `torch.chunk` does.

@@ -29,6 +29,7 @@ def loss(hidden=HIDDEN, weight=WEIGHT, target=TARGET, **options):
         (dict(target=torch.tensor([-100, 1, 2, 3, 4, 5]), ignore_index=None), ValueError, "target -100 at position 0"),
         (dict(reduction="avg"), ValueError, "reduction must be one of .*, got 'avg'"),
         (dict(label_smoothing=1.5), ValueError, r"label_smoothing must be in \[0, 1\], got 1.5"),
+        (dict(softcap="30"), TypeError, "softcap must be a float or None, got str"),
         (dict(softcap=0.0), ValueError, "softcap must be positive or None, got 0.0"),
         (dict(logit_scale="2"), TypeError, "logit_scale must be a float or a 0-dim tensor, got str"),
         (dict(logit_scale=torch.ones(2)), ValueError, r"a 0-dim tensor on cpu, got shape \[2\]"),

@@ -186,6 +186,16 @@ def disagree(rank, world, fault):
             hidden = hidden.bfloat16()
         elif fault == "option":
             options["softcap"] = 30.0
+        elif fault == "ignored":
+            options["ignore_index"] = None
+        elif fault == "reduction":
+            options["reduction"] = "sum"
+        elif fault == "target":
+            target = target + v
+        elif fault == "ids":
+            target = target.float()
+        elif fault == "unknown":
+            options["reduction"] = "avg"
         elif fault == "overlap":
             shard = vpcce.VocabShard(shard.start - 2, shard.stop - 2, v)
         elif fault == "gap":
@@ -196,8 +206,8 @@ def disagree(rank, world, fault):
         shard = vpcce.VocabShard(shard.start, shard.stop, v + 2)
     try:
         vpcce.linear_cross_entropy(hidden, weight, target, shard=shard, **options)
-    except ValueError as error:
-        return str(error)
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
     return "no error"
 
 
@@ -210,6 +220,8 @@ def disagree(rank, world, fault):
             "hidden's dtype must be equal on all ranks of the group, got rank 0: torch.float32, rank 1",
         ),
         ("option", "logit_scale and softcap must be equal on all ranks"),
+        ("ignored", "ignore_index must be equal on all ranks of the group, got rank 0: -100, rank 1: None"),
+        ("reduction", "(reduction, label_smoothing, z_loss, shift) must be equal on all ranks"),
         (
             "overlap",
             "shards overlap at id 30, expected a tiling of [0, 64), got rank 0: [0, 32), rank 1: [30, 62)",
@@ -222,10 +234,19 @@ def test_ranks_that_disagree_get_an_error_not_a_hang(fault, message):
         assert message in got
 
 
-def test_a_rank_that_refuses_its_arguments_tells_the_others():
-    first, second = run_ranks(2, disagree, 2, "refused", timeout=30)
-    assert "another rank of the group refused its arguments: rank 1: ValueError" in first
-    assert "shard [32, 64) owns 32 rows, got a weight of 5 rows" in second
+@pytest.mark.parametrize(
+    "fault, message",
+    [
+        ("refused", "ValueError: linear_cross_entropy: shard [32, 64) owns 32 rows, got a weight of 5 rows"),
+        ("target", "ValueError: vpcce: target 64 at position 0 is outside [0, 64)"),
+        ("ids", "TypeError: linear_cross_entropy: target must hold int64 or int32 vocabulary ids, got torch.float32"),
+        ("unknown", "ValueError: linear_cross_entropy: reduction must be one of ('mean', 'sum', 'none'), got 'avg'"),
+    ],
+)
+def test_a_rank_that_refuses_its_arguments_tells_the_others(fault, message):
+    first, second = run_ranks(2, disagree, 2, fault, timeout=30)
+    assert f"another rank of the group refused its arguments: rank 1: {message}" in first
+    assert message in second
 
 
 def dies(rank, world):

@@ -56,19 +56,26 @@ def prepare(
     several_ids: bool = False,
     main_grad: Tensor | None = None,
     reduce_hidden_grad: bool = True,
+    upstream: str = "",
+    refused: Exception | None = None,
 ) -> Arguments:
     """Checks the arguments of `who` and returns them as the operators want them.
+
+    `upstream` is what the caller does with the statistics, for the comparison over ranks; `refused` is an error that it
+    has found itself and that the other ranks must hear of too.
 
     With `several_ids`, a target with one dimension more than the tokens holds K ids for each of them.
     """
     hidden, weight, bias, shard = without_dtensors(who, hidden, weight, target, bias, shard)
-    _check_tensors(who, hidden, weight, target, bias)
-    if shard is None:
-        shard = VocabShard(0, weight.shape[0], weight.shape[0])
-    if not isinstance(shard, VocabShard):
+    if shard is not None and not isinstance(shard, VocabShard):
         raise TypeError(f"{who}: shard must be a vpcce.VocabShard, got {type(shard).__name__}")
-    group = group_of(who, shard)
+    group = None if shard is None else group_of(who, shard)
     try:
+        if refused is not None:
+            raise refused
+        _check_tensors(who, hidden, weight, target, bias)
+        if shard is None:
+            shard = VocabShard(0, weight.shape[0], weight.shape[0])
         ranks = collectives.size(group) if sequence_parallel else 1
         per_token = _ids_per_token(who, hidden, target, ranks) if several_ids else None
         tokens = target if per_token is None else target[..., 0]
@@ -80,7 +87,7 @@ def prepare(
         if per_token is not None:
             policies = exact(), exact()
     except (TypeError, ValueError) as error:
-        if shard.check and not torch.compiler.is_compiling():
+        if group is not None and shard.check and not torch.compiler.is_compiling():
             collectives.report_failure(group, error)
         raise
     if torch.is_autocast_enabled(hidden.device.type):
@@ -102,6 +109,7 @@ def prepare(
         logit_sum=logit_sum,
         marks=wants_grad and any(policy.kind != "exact" for policy in policies),
         reduce_hidden_grad=reduce_hidden_grad,
+        upstream=upstream,
         deterministic=torch.are_deterministic_algorithms_enabled(),
         hidden_policy=policies[0].text,
         weight_policy=policies[1].text,
@@ -191,6 +199,8 @@ def _check_sizes(who, hidden, weight, target, bias, shard: VocabShard, ranks: in
 def _check_options(who, ignore_index, softcap, logit_scale, weight: Tensor) -> None:
     if ignore_index is not None and (not isinstance(ignore_index, int) or isinstance(ignore_index, bool)):
         raise TypeError(f"{who}: ignore_index must be an int or None, got {type(ignore_index).__name__}")
+    if softcap is not None and (not isinstance(softcap, (int, float)) or isinstance(softcap, bool)):
+        raise TypeError(f"{who}: softcap must be a float or None, got {type(softcap).__name__}")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"{who}: softcap must be positive or None, got {softcap}")
     if isinstance(logit_scale, Tensor):

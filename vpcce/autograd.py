@@ -46,9 +46,14 @@ def head_stats_op(
     """
     how = decode(settings)
     group = collectives.resolve(how.group)
+    try:
+        check_targets(target, how)
+    except ValueError as error:
+        if how.check:
+            collectives.report_failure(group, error)
+        raise
     if how.check:
         check_agreement(group, how, hidden, weight, target, bias, (logit_scale, softcap))
-    check_targets(target, how)
     rows = Rows.select(target, how.ignore_index)
     tokens = rows.take(collectives.gather_tokens(hidden, group if how.sequence_parallel else None))
     head = _head(how, weight, bias, logit_scale if scale is None else scale, softcap, column_weight)

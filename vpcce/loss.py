@@ -168,16 +168,19 @@ def linear_cross_entropy(
         As `linear_stats`.
     """
     who = "linear_cross_entropy"
+    refused = None
     if reduction not in REDUCTIONS:
-        raise ValueError(f"{who}: reduction must be one of {REDUCTIONS}, got {reduction!r}")
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"{who}: label_smoothing must be in [0, 1], got {label_smoothing}")
+        refused = ValueError(f"{who}: reduction must be one of {REDUCTIONS}, got {reduction!r}")
+    elif not 0 <= label_smoothing <= 1:
+        refused = ValueError(f"{who}: label_smoothing must be in [0, 1], got {label_smoothing}")
+    # torch.compile may have made symbols of the numbers; then they go uncompared.
+    upstream = "" if torch.compiler.is_compiling() else repr((reduction, label_smoothing, z_loss, bool(shift)))
     target = next_tokens(who, hidden, target, shift, cu_seqlens, ignore_index, sequence_parallel)
     call = prepare(
         who, hidden, weight, target, bias=bias, shard=shard, ignore_index=ignore_index, softcap=softcap,
         logit_scale=logit_scale, backward=backward, sequence_parallel=sequence_parallel,
         logit_sum=label_smoothing > 0, class_weight=class_weight, main_grad=main_grad,
-        reduce_hidden_grad=reduce_hidden_grad,
+        reduce_hidden_grad=reduce_hidden_grad, upstream=upstream, refused=refused,
     )  # fmt: skip
     lse, target_logit, _, logit_sum, _ = _run(call)
     share = _target_weight(call)

@@ -28,6 +28,7 @@ class Settings(NamedTuple):
     logit_sum: bool
     marks: bool  # a sampled or filtered backward will follow
     reduce_hidden_grad: bool
+    upstream: str  # what the loss does with the statistics
     deterministic: bool  # torch.use_deterministic_algorithms
     hidden_policy: str  # `BackwardPolicy.text`
     weight_policy: str
@@ -53,6 +54,15 @@ def decode(text: str) -> Settings:
     return Settings(*ast.literal_eval(text))
 
 
+# What a user would call a field.
+NAMES = {
+    "marks": "whether a sampled gradient is wanted",
+    "hidden_policy": "the policy of dE",
+    "weight_policy": "the policy of dC",
+    "upstream": "(reduction, label_smoothing, z_loss, shift)",
+}
+
+
 def check_agreement(group, how: Settings, hidden, weight, target, bias, options) -> None:
     """Every rank must ask the same question of the same tokens; only the rows of the weight differ."""
     same = how._replace(start=0, stop=0, group="")
@@ -62,10 +72,10 @@ def check_agreement(group, how: Settings, hidden, weight, target, bias, options)
         ("hidden's shape", tuple(hidden.shape)),
         ("hidden's dtype", str(hidden.dtype)),
         ("weight's dtype", str(weight.dtype)),
-        ("the presence of a bias", bias is not None),
+        ("the bias' dtype", None if bias is None else str(bias.dtype)),
         ("vocab_size", how.vocab_size),
         ("logit_scale and softcap", options),
-        ("the set of options", same.encode()),
+        *((NAMES.get(name, name), value) for name, value in same._asdict().items() if name != "vocab_size"),
     ]
     config = repr((fields, how.start, how.stop))
     collectives.agree(group, config, fields, (how.start, how.start + how.n_valid))
