@@ -350,7 +350,7 @@ def test_config_logger(tmp_path):
 
 
 def _batches_of_other_lengths(rank: int):
-    """Only the first call compares settings over the ranks: a new number of tokens costs no exchange."""
+    """The first call compares settings over the ranks: then a new number of tokens costs no exchange, a new option one."""
     models.start(2)
     model = megatron.install(models.gpt(models.config(2)), **EXACT)
     models.step(model, models.batch())
@@ -360,13 +360,14 @@ def _batches_of_other_lengths(rank: int):
     collectives._exchange = lambda *args: exchanges.append(args) or original(*args)
     short = {key: value[:, :6] for key, value in models.batch().items() if key != "attention_mask"}
     models.step(model, short | dict(attention_mask=models.batch()["attention_mask"][..., :6, :6]))
+    before = len(exchanges)
     megatron.install(model, **EXACT, z_loss=0.1)
     models.step(model, models.batch())
-    return len(exchanges)
+    return before, len(exchanges) - before
 
 
 def test_ranks_compare_settings_once():
-    assert run_ranks(2, _batches_of_other_lengths) == [0, 0]
+    assert run_ranks(2, _batches_of_other_lengths) == [(0, 1), (0, 1)]
 
 
 def _adapter(rank: int):

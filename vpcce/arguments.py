@@ -87,7 +87,7 @@ def prepare(
         if per_token is not None:
             policies = exact(), exact()
     except (TypeError, ValueError) as error:
-        if group is not None and shard.check and not torch.compiler.is_compiling():
+        if shard is not None and shard.check and not torch.compiler.is_compiling():
             collectives.report_failure(group, error)
         raise
     if torch.is_autocast_enabled(hidden.device.type):
