@@ -350,7 +350,7 @@ def test_config_logger(tmp_path):
 
 
 def _batches_of_other_lengths(rank: int):
-    """The first call compares settings over the ranks: then a new number of tokens costs no exchange, a new option one."""
+    """One comparison of settings at the first call; a new number of tokens costs no more, a new option one."""
     models.start(2)
     model = megatron.install(models.gpt(models.config(2)), **EXACT)
     models.step(model, models.batch())
