@@ -1,19 +1,16 @@
 """The exact backward: G for a slice of the vocabulary at a time, and two matrix products on it.
 
     gradient   recomputes the logits of a slice and stores G, [N, width] in the operands' dtype     1 product
-    product    dC[slice] = G.T @ hidden, rounded once                                               1 product
-    product    dE += G @ weight[slice], in fp32 over all slices, rounded once                       1 product
+    products   dC[slice] = G.T @ hidden, rounded once                                               1 product
+               dE += G @ weight[slice], in fp32 over all slices, rounded once                       1 product
 
 G is the only workspace. While dC is being made, the part of its storage that no slice has reached yet is free: G lies
 at its end, so that early slices are wide and few, and WORKSPACE_BYTES serve only the last ones. p - onehot is formed in
 fp32 before G is rounded: rounding p first would lose a confident target's gradient altogether. There are no atomics,
 every result is bitwise repeatable.
 
-Two numbers live on the device and are read by every kernel: how many rows count (row blocks of ignored tokens are
-skipped, and dC's product ends there), and, where this is the fallback of the sampled backward, whether to run at all.
-
-Programs that share a strip of G run side by side (tiles of D are numbered fastest), so G is read from memory once.
-The last slice computes dE first, so that its collective runs under the remaining product of dC.
+How many rows count is read on the device by every kernel: row blocks of ignored tokens are skipped, and dC's product
+ends there. The last slice computes dE first and apart, so that its collective runs under the remaining product of dC.
 """
 
 from dataclasses import replace
@@ -23,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .dense_products import column_sum_kernel, products_kernel
 from .launch_table import launch_parameters
 from .problem import Head, HiddenGradReady, RowGradients
 from .slices import plan_slices
@@ -35,10 +33,12 @@ from .tiles import (
     compute_dtype,
     count_rows,
     gradient_unit,
+    grouped,
     load_scale,
     load_tile,
     logits_of,
     multiprocessors,
+    rows_in_cache,
     scale_tensor,
 )
 
@@ -56,6 +56,66 @@ def _kept_tiles(p, onehot, counts, inside, eps, BLOCK_M: tl.constexpr, BLOCK_N: 
 
 
 @triton.jit
+def logit_gradient(
+    product,  # [BLOCK_M, BLOCK_N] hidden @ weight.T
+    rows,
+    columns,  # of the slice
+    counts,  # whether a row counts
+    inside,  # whether a column exists
+    bias_ptr,
+    scale,
+    column_weight_ptr,
+    target_ptr,
+    lse_ptr,
+    softmax_ptr,
+    target_grad_ptr,
+    softmax_logit_ptr,
+    constant_ptr,
+    factor,  # every gradient is multiplied with it
+    first_column,
+    softcap,
+    filter_eps,
+    HAS_SOFTCAP: tl.constexpr,
+    FILTER: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """G of a tile of products, fp32: `problem`'s formula. Per-row factors are multiplied before they meet the tile."""
+    bias = None
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+    x = logits_of(product, bias, scale, softcap, HAS_SOFTCAP)
+    lse = tl.load(lse_ptr + rows, mask=counts, other=float("inf")) * LOG2E
+    p = tl.exp2(x * LOG2E - lse[:, None])
+    per_row = (tl.load(softmax_ptr + rows, mask=counts, other=0.0) * factor)[:, None]
+    if softmax_logit_ptr is not None:
+        slope = tl.load(softmax_logit_ptr + rows, mask=counts, other=0.0) * factor
+        per_row = per_row + slope[:, None] * tl.where(p > 0.0, x, 0.0)
+    target = (tl.load(target_ptr + rows * PER_TOKEN, mask=counts, other=-1) - first_column).to(tl.int32)
+    target_grad = tl.load(target_grad_ptr + rows * PER_TOKEN, mask=counts, other=0.0) * factor
+    onehot = target[:, None] == columns[None, :]
+    g = p * per_row
+    g = tl.where(onehot, g + target_grad[:, None], g)
+    if PER_TOKEN > 1:
+        for k in range(1, PER_TOKEN):
+            target = (tl.load(target_ptr + rows * PER_TOKEN + k, mask=counts, other=-1) - first_column).to(tl.int32)
+            target_grad = tl.load(target_grad_ptr + rows * PER_TOKEN + k, mask=counts, other=0.0) * factor
+            g = tl.where(target[:, None] == columns[None, :], g + target_grad[:, None], g)
+    if FILTER:
+        g = tl.where(_kept_tiles(p, onehot, counts, inside, filter_eps, BLOCK_M, BLOCK_N)[None, :], g, 0.0)
+    if constant_ptr is not None:
+        constant = (tl.load(constant_ptr + rows, mask=counts, other=0.0) * factor)[:, None]
+        if column_weight_ptr is not None:
+            constant = constant * tl.load(column_weight_ptr + columns, mask=inside, other=0.0)[None, :]
+        g += constant
+    if HAS_SOFTCAP:
+        ratio = x / softcap
+        g *= 1.0 - ratio * ratio
+    return tl.where(counts[:, None], g, 0.0)
+
+
+@triton.jit
 def gradient_kernel(
     hidden,  # [N, D] descriptor or pointer
     weight,  # [width, D] descriptor or pointer, from the slice's first row
@@ -70,7 +130,6 @@ def gradient_kernel(
     constant_ptr,  # [N] or None
     unit_ptr,  # [] or None
     n_rows_ptr,  # [1] int32 or None
-    predicate_ptr,  # [1] int32 or None
     grad,  # [N, width] out, descriptor or pointer
     n,
     width,
@@ -82,6 +141,7 @@ def gradient_kernel(
     stride_grad,
     softcap,
     filter_eps,
+    group,
     programs,
     D: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -96,18 +156,17 @@ def gradient_kernel(
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    if predicate_ptr is not None:
-        if tl.load(predicate_ptr) == 0:
-            return
     n_counting = count_rows(n, n_rows_ptr)
     scale = load_scale(scale_ptr)
     factor = 1.0 if scale is None else scale
     if unit_ptr is not None:
         factor = factor / tl.load(unit_ptr)
     n_blocks = tl.cdiv(n_counting, BLOCK_M)
-    for item in tl.range(tl.program_id(0), n_blocks * tl.cdiv(width, BLOCK_N), programs, flatten=True):
-        row = (item % n_blocks) * BLOCK_M
-        column = (item // n_blocks) * BLOCK_N
+    n_tiles = tl.cdiv(width, BLOCK_N)
+    for item in tl.range(tl.program_id(0), n_blocks * n_tiles, programs, flatten=True):
+        row_block, tile = grouped(item, n_blocks, n_tiles, group)
+        row = row_block * BLOCK_M
+        column = tile * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in tl.range(0, D, BLOCK_K):
             h = load_tile(hidden, row, k, n, D, stride_hidden_row, stride_hidden_col, BLOCK_M, BLOCK_K, TMA_HIDDEN)
@@ -119,138 +178,16 @@ def gradient_kernel(
         columns = column + tl.arange(0, BLOCK_N)
         counts = rows < n_counting
         inside = columns < width
-        bias = None
-        if bias_ptr is not None:
-            bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
-        x = logits_of(acc, bias, scale, softcap, HAS_SOFTCAP)
-        lse = tl.load(lse_ptr + rows, mask=counts, other=float("inf")) * LOG2E
-        target = tl.load(target_ptr + rows * PER_TOKEN, mask=counts, other=-1) - first_column
-        per_row = tl.load(softmax_ptr + rows, mask=counts, other=0.0)[:, None]
-        p = tl.exp2(x * LOG2E - lse[:, None])
-        if softmax_logit_ptr is not None:
-            slope = tl.load(softmax_logit_ptr + rows, mask=counts, other=0.0)
-            per_row = per_row + slope[:, None] * tl.where(p > 0.0, x, 0.0)
-        target_grad = tl.load(target_grad_ptr + rows * PER_TOKEN, mask=counts, other=0.0)
-        onehot = target[:, None] == columns[None, :]
-        g = p * per_row + tl.where(onehot, target_grad[:, None], 0.0)
-        if PER_TOKEN > 1:
-            for k in range(1, PER_TOKEN):
-                target = tl.load(target_ptr + rows * PER_TOKEN + k, mask=counts, other=-1) - first_column
-                target_grad = tl.load(target_grad_ptr + rows * PER_TOKEN + k, mask=counts, other=0.0)
-                g += tl.where(target[:, None] == columns[None, :], target_grad[:, None], 0.0)
-        if FILTER:
-            g = tl.where(_kept_tiles(p, onehot, counts, inside, filter_eps, BLOCK_M, BLOCK_N)[None, :], g, 0.0)
-        if constant_ptr is not None:
-            constant = tl.load(constant_ptr + rows, mask=counts, other=0.0)[:, None]
-            if column_weight_ptr is not None:
-                constant = constant * tl.load(column_weight_ptr + columns, mask=inside, other=0.0)[None, :]
-            g += constant
-        if HAS_SOFTCAP:
-            ratio = x / softcap
-            g *= 1.0 - ratio * ratio
-        g = tl.where(counts[:, None], g * factor, 0.0)
+        g = logit_gradient(
+            acc, rows, columns, counts, inside, bias_ptr, scale, column_weight_ptr, target_ptr, lse_ptr, softmax_ptr,
+            target_grad_ptr, softmax_logit_ptr, constant_ptr, factor, first_column, softcap, filter_eps,
+            HAS_SOFTCAP, FILTER, PER_TOKEN, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
         if TMA_GRAD:
             grad.store([row, column], g.to(DTYPE))
         else:
             at = rows.to(tl.int64)[:, None] * stride_grad + columns[None, :]
             tl.store(grad + at, g.to(DTYPE), mask=(rows < n)[:, None] & inside[None, :])
-
-
-@triton.jit
-def product_kernel(
-    grad,  # [N, width] descriptor or pointer
-    factor,  # [N, D] hidden, or [width, D] weight: descriptor or pointer
-    base_ptr,  # what the product is added to, in out's shape, or None
-    out_ptr,  # [width, D] dC, or [N, D] dE
-    row_index_ptr,  # [N] int64 where row i of dE belongs in out, or None
-    unit_ptr,  # [] or None
-    n_rows_ptr,  # [1] int32 or None
-    predicate_ptr,  # [1] int32 or None
-    n,
-    width,
-    n_factor_rows,
-    stride_grad,
-    stride_factor_row,
-    stride_factor_col,
-    programs,
-    D: tl.constexpr,
-    FOR_WEIGHT: tl.constexpr,  # dC = grad.T @ hidden, else dE = grad @ weight
-    FLATTEN: tl.constexpr,  # loads of the next tile run under the end of this one; takes shared memory for both
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    TMA_GRAD: tl.constexpr,
-    TMA_FACTOR: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    if predicate_ptr is not None:
-        if tl.load(predicate_ptr) == 0:
-            return
-    n_counting = count_rows(n, n_rows_ptr)
-    if FOR_WEIGHT:
-        n_out, depth = width, n_counting
-    else:
-        n_out, depth = n_counting, width
-    unit = 1.0
-    if unit_ptr is not None:
-        unit = tl.load(unit_ptr)
-    n_tiles: tl.constexpr = (D + BLOCK_N - 1) // BLOCK_N
-    for item in tl.range(tl.program_id(0), tl.cdiv(n_out, BLOCK_M) * n_tiles, programs, flatten=FLATTEN):
-        row = (item // n_tiles) * BLOCK_M
-        column = (item % n_tiles) * BLOCK_N
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for k in tl.range(0, depth, BLOCK_K):
-            if FOR_WEIGHT:
-                g = load_tile(grad, k, row, n_counting, width, stride_grad, 1, BLOCK_K, BLOCK_M, TMA_GRAD).T
-            else:
-                g = load_tile(grad, row, k, n_counting, width, stride_grad, 1, BLOCK_M, BLOCK_K, TMA_GRAD)
-            f = load_tile(
-                factor, k, column, n_factor_rows, D, stride_factor_row, stride_factor_col, BLOCK_K, BLOCK_N, TMA_FACTOR
-            )
-            acc = tl.dot(g, f.to(DTYPE), acc, input_precision=PRECISION)
-        rows = row + tl.arange(0, BLOCK_M)
-        columns = column + tl.arange(0, BLOCK_N)
-        inside = rows < n_out
-        mask = inside[:, None] & (columns < D)[None, :]
-        at = rows.to(tl.int64)[:, None] * D + columns[None, :]
-        if unit_ptr is not None:
-            acc *= unit
-        if base_ptr is not None:
-            acc += tl.load(base_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        if row_index_ptr is not None:
-            at = tl.load(row_index_ptr + rows, mask=inside, other=0)[:, None] * D + columns[None, :]
-        tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def column_sum_kernel(
-    grad_ptr,  # [N, width]
-    out_ptr,  # [width] fp32, added to
-    unit_ptr,  # [] or None
-    n_rows_ptr,  # [1] int32 or None
-    predicate_ptr,  # [1] int32 or None
-    n,
-    width,
-    stride_grad,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    if predicate_ptr is not None:
-        if tl.load(predicate_ptr) == 0:
-            return
-    n_counting = count_rows(n, n_rows_ptr)
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    total = tl.zeros((BLOCK_N,), tl.float32)
-    for row in range(0, n_counting, BLOCK_M):
-        rows = row + tl.arange(0, BLOCK_M)
-        at = rows.to(tl.int64)[:, None] * stride_grad + columns[None, :]
-        g = tl.load(grad_ptr + at, mask=(rows < n_counting)[:, None] & (columns < width)[None, :], other=0.0)
-        total += tl.sum(g.to(tl.float32), 0)
-    if unit_ptr is not None:
-        total *= tl.load(unit_ptr)
-    total += tl.load(out_ptr + columns, mask=columns < width, other=0.0)
-    tl.store(out_ptr + columns, total, mask=columns < width)
 
 
 def dense_backward(
@@ -268,7 +205,6 @@ def dense_backward(
     bias_grad: Tensor | None,  # [V] fp32, added to
     hidden_grad_ready: HiddenGradReady,
     storage: Tensor | None = None,  # lent as workspace; it may be a fresh weight_grad itself
-    predicate: Tensor | None = None,  # [1] int32 on the device: 0 leaves everything untouched
     filter_eps: float | None = None,  # drops 128 x 128 tiles of G without a |p - onehot| of at least this
     tiles: tuple[Tile, Tile] | None = None,  # (gradient, product), overrides the launch table
 ) -> None:
@@ -284,7 +220,7 @@ def dense_backward(
             hidden_grad_ready(hidden_grad)
         return
     device = hidden.device
-    run = _DenseRun(hidden, head, target, lse, rows, n_rows, row_index, predicate, filter_eps, tiles)
+    run = _DenseRun(hidden, head, target, lse, rows, n_rows, row_index, filter_eps, tiles)
     if storage is not None and (storage.data_ptr() % 16 or not storage.is_contiguous()):
         storage = None
     slices = plan_slices(
@@ -305,25 +241,27 @@ def dense_backward(
         run.gradient(grad, start, stop)
         if bias_grad is not None:
             run.column_sum(grad, bias_grad[start:stop])
-        if hidden_grad is not None:
-            last = stop == n_columns
-            base = None if start == 0 else total
-            run.hidden_product(grad, head.weight[start:stop], base, hidden_grad if last else total, scatter=last)
-            if last:
-                hidden_grad_ready(hidden_grad)
-        if weight_grad is not None:
-            part = weight_grad[start:stop]
-            run.weight_product(grad, part if accumulate else None, part)
+        weight_part = None if weight_grad is None else weight_grad[start:stop]
+        weight_base = weight_part if accumulate else None
+        if hidden_grad is None:
+            run.products(grad, None, None, None, weight_base, weight_part, start, stop)
+            continue
+        base = None if start == 0 else total
+        if stop < n_columns:
+            run.products(grad, base, total, None, weight_base, weight_part, start, stop)
+            continue
+        run.products(grad, base, hidden_grad, row_index, None, None, start, stop)
+        hidden_grad_ready(hidden_grad)
+        if weight_part is not None:
+            run.products(grad, None, None, None, weight_base, weight_part, start, stop)
 
 
 class _DenseRun:
     """The launches on one slice, with what all slices share."""
 
-    def __init__(
-        self, hidden, head: Head, target, lse, rows: RowGradients, n_rows, row_index, predicate, filter_eps, tiles
-    ):
+    def __init__(self, hidden, head: Head, target, lse, rows: RowGradients, n_rows, row_index, filter_eps, tiles):
         self.hidden, self.head, self.target, self.lse, self.rows = hidden, head, target, lse, rows
-        self.n_rows, self.row_index, self.predicate, self.filter_eps = n_rows, row_index, predicate, filter_eps
+        self.n_rows, self.row_index, self.filter_eps = n_rows, row_index, filter_eps
         self.n, self.d = hidden.shape
         self.dtype = compute_dtype(hidden, head)
         self.unit = gradient_unit(rows, self.dtype)
@@ -342,8 +280,9 @@ class _DenseRun:
         gradient_kernel[(self.programs,)](
             h.source, w.source, _part(head.bias, start, stop), self.scale, _part(head.column_weight, start, stop),
             self.target, self.lse, rows.softmax, rows.target, rows.softmax_logit, rows.constant, self.unit, self.n_rows,
-            self.predicate, g.source, self.n, stop - start, start, h.stride_row, h.stride_col, w.stride_row,
-            w.stride_col, g.stride_row, head.softcap or 1.0, self.filter_eps or 0.0, self.programs,
+            g.source, self.n, stop - start, start, h.stride_row, h.stride_col, w.stride_row,
+            w.stride_col, g.stride_row, head.softcap or 1.0, self.filter_eps or 0.0,
+            rows_in_cache(self.n, self.d, self.hidden.element_size()), self.programs,
             D=self.d, HAS_SOFTCAP=head.softcap is not None, FILTER=self.filter_eps is not None,
             PER_TOKEN=self.target.shape[1] if self.target.dim() > 1 else 1,
             BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k,
@@ -351,30 +290,34 @@ class _DenseRun:
             num_warps=t.num_warps, num_stages=t.num_stages,
         )  # fmt: skip
 
-    def hidden_product(self, grad: Tensor, weight: Tensor, base: Tensor | None, out: Tensor, scatter: bool) -> None:
-        self._product(grad, weight, base, out, self.row_index if scatter else None, for_weight=False)
-
-    def weight_product(self, grad: Tensor, base: Tensor | None, out: Tensor) -> None:
-        self._product(grad, self.hidden, base, out, None, for_weight=True)
-
-    def _product(self, grad, factor, base, out, row_index, for_weight: bool) -> None:
+    def products(
+        self, grad: Tensor, hidden_base, hidden_out, row_index, weight_base, weight_out, start: int, stop: int
+    ) -> None:
+        """hidden_out = hidden_base + G @ weight[start:stop] and weight_out = weight_base + G.T @ hidden."""
         t = self.for_product
-        g = Source(grad, *((t.block_k, t.block_m) if for_weight else (t.block_m, t.block_k)))
-        f = Source(factor, t.block_k, t.block_n)
-        product_kernel[(self.programs,)](
-            g.source, f.source, base, out, row_index, self.unit, self.n_rows, self.predicate, self.n, grad.shape[1],
-            factor.shape[0], grad.stride(0), f.stride_row, f.stride_col, self.programs,
-            D=self.d, FOR_WEIGHT=for_weight, FLATTEN=base is None and out.element_size() == 2,
-            BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k,
-            TMA_GRAD=g.tma, TMA_FACTOR=f.tma, DTYPE=TL_DTYPE[self.dtype], PRECISION="ieee",
+        rows, columns = Source(grad, t.block_m, t.block_k), Source(grad, t.block_k, t.block_m)
+        w = Source(self.head.weight[start:stop], t.block_k, t.block_n)
+        h = Source(self.hidden, t.block_k, t.block_n)
+        products_kernel[(self.programs,)](
+            rows.source, w.source, hidden_base, hidden_out, row_index, columns.source, h.source, weight_base,
+            weight_out, self.unit, self.n_rows, self.n, stop - start, grad.stride(0), w.stride_row, w.stride_col,
+            h.stride_row, h.stride_col, self.programs, D=self.d,
+            FLATTEN_HIDDEN=_stores_half(hidden_base, hidden_out), FLATTEN_WEIGHT=_stores_half(weight_base, weight_out),
+            BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k, TMA_GRAD=rows.tma, TMA_WEIGHT=w.tma,
+            TMA_HIDDEN=h.tma, DTYPE=TL_DTYPE[self.dtype], PRECISION="ieee",
             num_warps=t.num_warps, num_stages=t.num_stages,
         )  # fmt: skip
 
     def column_sum(self, grad: Tensor, out: Tensor) -> None:
         width = grad.shape[1]
         column_sum_kernel[(ceil_div(width, 64),)](
-            grad, out, self.unit, self.n_rows, self.predicate, self.n, width, grad.stride(0), BLOCK_M=64, BLOCK_N=64
+            grad, out, self.unit, self.n_rows, self.n, width, grad.stride(0), BLOCK_M=64, BLOCK_N=64
         )
+
+
+def _stores_half(base: Tensor | None, out: Tensor | None) -> bool:
+    """Whether a tile is small enough on its way out for the next tile's loads to have shared memory too."""
+    return base is None and out is not None and out.element_size() == 2
 
 
 def _end_of(storage: Tensor, numel: int, dtype: torch.dtype) -> Tensor:

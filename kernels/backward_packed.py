@@ -13,10 +13,9 @@ Where G lives, 256 bytes per pair in half precision, decides between two orders 
   round finishes dE of its rows; dC is added to in fp32. Deterministic and half precision: into an fp32 copy of dC.
 
 How many pairs there are is known on the device only. If they do not fit, or are so many that the dense product is
-cheaper, the plan's rounds are empty and the flag `dense` starts the predicated dense backward in their place.
+cheaper, the plan's rounds are empty and the flag `dense` starts `dense_stream` in their place.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +23,7 @@ import triton
 from torch import Tensor
 
 from . import pack
+from .dense_stream import dense_stream
 from .marks import WORD_TILE
 from .packed_gradient import packed_gradient_kernel
 from .packed_products import (
@@ -42,18 +42,12 @@ MAX_ROUNDS = 12
 ARENA_BYTES = 40 << 20  # G of one round, where it has memory of its own
 EXTRA_BYTES = 20 << 20  # G behind dC's storage: the last group's has no later columns to lie in
 LARGE_GROUP = 16384
-SMALL_GROUP = (
-    4096  # below LARGE_VOCABULARY columns are kept more densely, and the last group's G must fit in `extra`
-)
+SMALL_GROUP = 4096  # below LARGE_VOCABULARY columns are kept more densely, and the last group's G must fit in `extra`
 LARGE_VOCABULARY = 100_000
 SLAB_COLUMNS = 8192  # one part of the ring in `packed_stream` is a slab times BLOCK_D of D
 LIST_BLOCK = 64  # words that a list kernel expands at a time
 MAX_DENSITY = 0.35  # of marked pairs, above it the dense product is cheaper
 MIN_LIST = 3 << 19  # pairs that the lists always hold; 17 bytes each
-
-# Called once: computes everything densely if the flag says so. (dense [1] int32, dE or None, dC or main_grad or None,
-# dbias or None); dE and a fresh dC are overwritten, main_grad and dbias added to.
-DenseBackward = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None], None]
 
 
 @dataclass
@@ -103,7 +97,6 @@ def packed_backward(
     main_grad: Tensor | None,
     hidden_grad_dtype: torch.dtype,
     hidden_grad_ready: HiddenGradReady,
-    dense_backward: DenseBackward,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dE, dC or None when main_grad took it, dbias) of the sampled policy; see the module and `problem`."""
     n, d = hidden.shape
@@ -127,7 +120,7 @@ def packed_backward(
         d_weight is not None
         and d_weight.dtype == dtype != torch.float32
         and not policy.deterministic
-        and n <= 10 * d  # at 10% density G then fits into dC
+        and n <= 40 * d  # beyond, G fits into dC below a density of 2.5% only
     )
     sums = None  # what dC is added into, fp32
     if weight_grad and not in_place:
@@ -152,12 +145,16 @@ def packed_backward(
         total.copy_(sums) if main_grad is None else total.add_(sums)
     if d_bias is not None:
         work.add_constant_bias(d_bias)
-    dense = layout.dense
     # What is not needed any more serves the dense backward.
+    dense, extra = layout.dense, layout.extra
     work.free_lists()
     if not in_place:
         del work, layout, sums
-    dense_backward(dense, d_hidden, total, d_bias)
+    dense_stream(
+        hidden, head, target, lse, rows, dense=dense, n_rows=n_rows, row_index=row_index, hidden_grad=d_hidden,
+        weight_grad=total, accumulate=main_grad is not None, bias_grad=d_bias,
+        spare=d_weight if d_weight is not None else extra,
+    )  # fmt: skip
     if d_hidden is not None:
         hidden_grad_ready(d_hidden)
     if in_place:
@@ -243,9 +240,7 @@ class _Work:
         self.device, self.dtype = device, dtype
         self.precision = "ieee" if dtype == torch.float32 else "tf32"  # ignored for half operands
         scale = head.scale
-        self.scale = (
-            scale if isinstance(scale, Tensor) else torch.full((), scale, dtype=torch.float32, device=device)
-        )
+        self.scale = scale if isinstance(scale, Tensor) else torch.full((), scale, dtype=torch.float32, device=device)
         self.unit = gradient_unit(rows, dtype)
         self._prepare_constant()
 

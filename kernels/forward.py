@@ -9,7 +9,7 @@ in base-2 units, since exp2 is one instruction. Each program writes its statisti
 small kernel merges the splits. There are no atomics and no locks: results are bitwise repeatable.
 
 - Programs of the same split and different row blocks have neighbouring numbers, run together, and so read the same
-  tiles of the weight from L2.
+  tiles of the weight from L2. Row blocks come in groups whose hidden rows fit into L2 too (`tiles.grouped`).
 - m starts at -inf, and a difference with a maximum of -inf is taken with 0 instead: rows whose logits are all -inf
   (an empty shard, masked ids) end with s = 0 and no NaN.
 - Row blocks behind the `n_rows` that count return at once; how many that is, only the device knows.
@@ -40,10 +40,12 @@ from .tiles import (
     ceil_div,
     compute_dtype,
     count_rows,
+    grouped,
     load_scale,
     load_tile,
     logits_of,
     multiprocessors,
+    rows_in_cache,
     scale_tensor,
 )
 
@@ -72,6 +74,8 @@ def forward_kernel(
     stride_weight_col,
     softcap,
     n_blocks,
+    splits,
+    group,
     tiles_per_split,
     n_words,
     D: tl.constexpr,
@@ -86,8 +90,7 @@ def forward_kernel(
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    row_block = tl.program_id(0) % n_blocks
-    split = tl.program_id(0) // n_blocks
+    row_block, split = grouped(tl.program_id(0), n_blocks, splits, group)
     n_counting = count_rows(n, n_rows_ptr)
     if row_block * BLOCK_M >= n_counting:
         return
@@ -140,8 +143,8 @@ def forward_kernel(
         if lower_bound_ptr is not None:
             reference = mark_reference(lower_bound, m, s)
             reference = tl.where(counts, reference, float("inf"))
-            group = (row_block // COIN_BLOCKS).to(tl.int64)
-            threshold = tl.load(threshold_ptr + group * n_columns + columns, mask=inside, other=float("inf"))
+            coin_group = (row_block // COIN_BLOCKS).to(tl.int64)
+            threshold = tl.load(threshold_ptr + coin_group * n_columns + columns, mask=inside, other=float("inf"))
             store_marks(bits_ptr, n_words, row_block, tile, x, reference, threshold, BLOCK_M, BLOCK_N)
     out = split.to(tl.int64) * n + rows
     tl.store(max_ptr + out, m, mask=counts)
@@ -218,8 +221,9 @@ def forward_stats(
     sampling: Sampling | None,
     tile: Tile | None = None,
     splits: int | None = None,
+    group: int | None = None,
 ) -> LocalStats:
-    """`LocalStats` of this shard; `tile` and `splits` override the launch table."""
+    """`LocalStats` of this shard; `tile`, `splits` and `group` (row blocks) override the launch table."""
     n, d = hidden.shape
     n_columns = head.weight.shape[0]
     device = hidden.device
@@ -267,7 +271,7 @@ def forward_stats(
         part_max, part_sum, part_expected, part_argmax, part_logit_sum,
         None if sampling is None else sampling.lower_bound, thresholds, bits,
         n, n_columns, h.stride_row, h.stride_col, w.stride_row, w.stride_col, head.softcap or 1.0,
-        n_blocks, tiles_per_split, n_words,
+        n_blocks, splits, group or rows_in_cache(n, d, hidden.element_size()), tiles_per_split, n_words,
         D=d, HAS_SOFTCAP=head.softcap is not None, LOGIT_SUM=logit_sum, COIN_BLOCKS=COIN_BLOCKS,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         TMA_HIDDEN=h.tma, TMA_WEIGHT=w.tma, DTYPE=TL_DTYPE[dtype], PRECISION="ieee",

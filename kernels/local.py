@@ -24,8 +24,6 @@ from .problem import Head, HiddenGradReady, LocalStats, Marks, Policy, RowGradie
 
 __all__ = ["hot_set_stats", "local_backward", "local_stats", "marks_shape"]
 
-FALLBACK_ROWS = 2048  # tokens whose dE the dense fallback of the packed backward sums at a time
-
 
 def local_stats(
     hidden: Tensor,  # [N, D]
@@ -92,10 +90,7 @@ def local_backward(
             elif policy.kind == "exact" or smoothed:
                 made = _dense(hidden, head, target, lse, rows, **shared)
             else:
-                fallback = _fallback(hidden, head, target, lse, rows, n_rows, row_index, main_grad is not None)
-                made = packed_backward(
-                    hidden, head, target, lse, rows, policy=policy, marks=marks, dense_backward=fallback, **shared
-                )
+                made = packed_backward(hidden, head, target, lse, rows, policy=policy, marks=marks, **shared)
             results.update((name, part) for name, part in zip(wanted, made, strict=True) if wanted[name])
     return results["hidden"], results["weight"], results["bias"]
 
@@ -149,35 +144,3 @@ def _filtered_in_order(
         main_grad += d_weight
         d_weight = None
     return d_hidden, d_weight, None if d_bias is None else d_bias[place]
-
-
-def _fallback(hidden, head, target, lse, rows, n_rows, row_index, accumulate: bool):
-    """The dense backward as the packed one starts it: always launched, idle unless the device says otherwise.
-
-    dE is summed for FALLBACK_ROWS tokens at a time, apart from dC: that recomputes the logits twice, but the sums
-    take no fp32 memory of dE's size, which the packed backward would otherwise have to set aside in every step.
-    """
-
-    def run(dense: Tensor, d_hidden: Tensor | None, d_weight: Tensor | None, d_bias: Tensor | None) -> None:
-        storage = None if accumulate else d_weight
-        for start in range(0, hidden.shape[0] if d_hidden is not None else 0, FALLBACK_ROWS):
-            part = slice(start, start + FALLBACK_ROWS)
-            count = None if n_rows is None else (n_rows - start).clamp(min=0)
-            some = RowGradients(*(None if g is None else g[part] for g in vars(rows).values()))
-            dense_backward(
-                hidden[part], head, target[part], lse[part], some, n_rows=count,
-                row_index=None if row_index is None else row_index[part],
-                hidden_grad=d_hidden[part] if row_index is None else d_hidden,
-                weight_grad=None, accumulate=False, bias_grad=None, hidden_grad_ready=_nobody, storage=storage,
-                predicate=dense,
-            )  # fmt: skip
-        dense_backward(
-            hidden, head, target, lse, rows, n_rows=n_rows, row_index=None, hidden_grad=None, weight_grad=d_weight,
-            accumulate=accumulate, bias_grad=d_bias, hidden_grad_ready=_nobody, storage=storage, predicate=dense,
-        )  # fmt: skip
-
-    return run
-
-
-def _nobody(part: Tensor) -> None:
-    """The packed backward announces dE itself."""

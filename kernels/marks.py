@@ -92,16 +92,12 @@ def mark_targets(bits: Tensor, target: Tensor, n_rows: Tensor | None) -> None:
     """Marks every token's target: |G| is large where p is small there, which no bound of p shows. In place."""
     n = target.shape[0]
     if n:
-        _mark_targets_kernel[(triton.cdiv(n, 256),)](
-            bits, target, n_rows, n, bits.shape[1], BLOCK=256, num_warps=4
-        )
+        _mark_targets_kernel[(triton.cdiv(n, 256),)](bits, target, n_rows, n, bits.shape[1], BLOCK=256, num_warps=4)
 
 
 def unpack_marks(bits: Tensor, n_columns: int) -> Tensor:
     """[row blocks, n_columns] bool in vocabulary order."""
-    each = (
-        bits.view(bits.shape[0], -1, 1, 8) >> torch.arange(32, device=bits.device, dtype=torch.int32)[:, None]
-    )
+    each = bits.view(bits.shape[0], -1, 1, 8) >> torch.arange(32, device=bits.device, dtype=torch.int32)[:, None]
     return (each & 1).bool().reshape(bits.shape[0], -1)[:, :n_columns]
 
 

@@ -324,9 +324,7 @@ def union_kernel(
             kept_2 = _kept_words(kept_bits_ptr, super_block * 4 + 2, last, words, n_words)
             kept_3 = _kept_words(kept_bits_ptr, super_block * 4 + 3, last, words, n_words)
             once = kept_0 ^ kept_1 ^ kept_2 ^ kept_3
-            once &= ~(
-                (kept_0 & kept_1 & kept_2) | (kept_3 & ((kept_0 & kept_1) | (kept_2 & (kept_0 | kept_1))))
-            )
+            once &= ~((kept_0 & kept_1 & kept_2) | (kept_3 & ((kept_0 & kept_1) | (kept_2 & (kept_0 | kept_1)))))
             union = kept_0 | kept_1 | kept_2 | kept_3
             tl.atomic_or(touched_ptr + words, union, mask=words < n_words, sem="relaxed")
             total = _append(union_ptr + at, once & kept_0, words, bit)

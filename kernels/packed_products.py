@@ -128,15 +128,9 @@ def column_products(
     STEPS: tl.constexpr = 128 // BLOCK_K
     block = super_block * 4
     pair_0 = kept_pairs(bits_ptr, kept_bits_ptr, word_start_ptr, n_words, block, last, base, column, inside)
-    pair_1 = kept_pairs(
-        bits_ptr, kept_bits_ptr, word_start_ptr, n_words, block + 1, last, base, column, inside
-    )
-    pair_2 = kept_pairs(
-        bits_ptr, kept_bits_ptr, word_start_ptr, n_words, block + 2, last, base, column, inside
-    )
-    pair_3 = kept_pairs(
-        bits_ptr, kept_bits_ptr, word_start_ptr, n_words, block + 3, last, base, column, inside
-    )
+    pair_1 = kept_pairs(bits_ptr, kept_bits_ptr, word_start_ptr, n_words, block + 1, last, base, column, inside)
+    pair_2 = kept_pairs(bits_ptr, kept_bits_ptr, word_start_ptr, n_words, block + 2, last, base, column, inside)
+    pair_3 = kept_pairs(bits_ptr, kept_bits_ptr, word_start_ptr, n_words, block + 3, last, base, column, inside)
     # The row blocks that keep any of these columns, two bits each: lists are ordered so that often it is one or two.
     use_0 = (tl.max(pair_0, 0) >= 0).to(tl.int32)
     use_1 = (tl.max(pair_1, 0) >= 0).to(tl.int32)

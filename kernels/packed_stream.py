@@ -21,18 +21,7 @@ import triton.language as tl
 from .pack import PLAN_LAST, word_of
 from .packed_gradient import load_arena
 from .packed_products import column_products
-
-
-@triton.jit
-def _wait(counter_ptr, count):
-    while tl.atomic_add(counter_ptr, 0, sem="acquire") < count:
-        pass
-
-
-@triton.jit
-def _signal(counter_ptr):
-    tl.debug_barrier()  # all threads of the program have written
-    tl.atomic_add(counter_ptr, 1, sem="acq_rel")
+from .tickets import signal, wait_for
 
 
 @triton.jit
@@ -98,7 +87,7 @@ def packed_stream_kernel(
         if sub < n_adds:
             if step < n_parts:
                 if step >= RING:
-                    _wait(rounded_ptr + step - RING, ROUNDS)
+                    wait_for(rounded_ptr + step - RING, ROUNDS)
                 slab = step // N_D
                 offs_part = tl.arange(0, BLOCK_D)
                 offs_d = step % N_D * BLOCK_D + offs_part
@@ -119,11 +108,11 @@ def packed_stream_kernel(
                         acc *= unit
                     out = part_ptr + (column - slab * SLAB)[:, None] * BLOCK_D + offs_part[None, :]
                     tl.atomic_add(out, acc, mask=inside[:, None], sem="relaxed")
-                _signal(added_ptr + step)
+                signal(added_ptr + step)
         else:
             part = step - LAG
             if part >= 0:
-                _wait(added_ptr + part, n_adds)
+                wait_for(added_ptr + part, n_adds)
                 slab = part // N_D
                 offs_part = tl.arange(0, BLOCK_D)
                 offs_d = part % N_D * BLOCK_D + offs_part
@@ -143,11 +132,9 @@ def packed_stream_kernel(
                     if constant_hidden_ptr is not None:
                         share = tl.load(constant_hidden_ptr + offs_d, mask=in_d, other=0.0)[None, :]
                         if column_weight_ptr is not None:
-                            share = (
-                                tl.load(column_weight_ptr + column, mask=valid, other=0.0)[:, None] * share
-                            )
+                            share = tl.load(column_weight_ptr + column, mask=valid, other=0.0)[:, None] * share
                         x += share
                     out = out_ptr + column.to(tl.int64)[:, None] * D + offs_d[None, :]
                     tl.store(out, x.to(out_ptr.dtype.element_ty), mask=valid[:, None] & in_d[None, :])
-                _signal(rounded_ptr + part)
+                signal(rounded_ptr + part)
         item = tl.atomic_add(ticket_ptr, 1, sem="relaxed")

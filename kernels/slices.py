@@ -41,12 +41,15 @@ def plan_slices(
 
 
 def _filling_width(n: int, d: int, most: int, step: int, programs: int) -> int:
-    """The width up to `most` whose tiles leave the fewest multiprocessors idle in their last wave, per column."""
+    """The width up to `most` whose tiles keep the multiprocessors busiest, per column.
+
+    G's tiles run in waves. Those of dE and dC share one launch, which ends within half a tile of the longer kind.
+    """
 
     def cost(width: int) -> float:
         gradient = ceil_div(ceil_div(n, 128) * ceil_div(width, step), programs) * d
-        weight = ceil_div(ceil_div(width, 128) * ceil_div(d, step), programs) * n
-        hidden = ceil_div(ceil_div(n, 128) * ceil_div(d, step), programs) * width
-        return (gradient + weight + hidden) / width
+        weight = ceil_div(width, 128) * ceil_div(d, step) * n
+        hidden = ceil_div(n, 128) * ceil_div(d, step) * width
+        return (gradient + (weight + hidden) / programs + max(n, width) / 2) / width
 
     return min(range(most, max(most // 2, step) - 1, -step), key=cost)

@@ -4,7 +4,7 @@ The launches are recorded from the library's own host code (`aot.py`), so the ta
 is. Compiling proves nothing about fitting: shared memory is compared with what the chip has, and spilled registers with
 a bound a little above what Triton 3.6.0 and 3.9.0 gave when this was written, so that a change that spills is noticed.
 
-    marks and lists    the forward with marks, every packed kernel, and the dense kernels as their fallback
+    marks and lists    the forward with marks, every packed kernel, and their fallback
     every option       bias, scale, softcap, entropy, argmax, weighted sum of logits, ignored tokens, class weights
 """
 
@@ -79,12 +79,14 @@ def test_compiles_and_fits(case, target):
         assert all(size <= N // 128 for size in arguments["grid"][1:]), kernel.__name__
     usages = compile_launches(launches, target)
     names = {usage.name for usage in usages}
-    assert names >= {"forward_kernel", "merge_splits_kernel", "target_logit_kernel", "gradient_kernel"}
-    assert ("packed_gradient_kernel" in names) == (case.policy.kind == "sampled")
+    assert names >= {"forward_kernel", "merge_splits_kernel", "target_logit_kernel"}
+    backward = {"packed_gradient_kernel", "dense_stream_kernel"}
+    assert names >= (backward if case.policy.kind == "sampled" else {"gradient_kernel", "products_kernel"})
     for usage in usages:
         assert usage.shared <= SHARED_LIMIT[target], usage
         if usage.spills is not None:  # gfx942's compiler does not say
             assert usage.registers <= 255, usage
-            assert usage.spills <= SPILL_LIMIT[target][0 if case.common else 1], usage
+            common = case.common and usage.name != "dense_stream_kernel"  # a fallback
+            assert usage.spills <= SPILL_LIMIT[target][0 if common else 1], usage
     if target == "sm90" and case is CASES["exact"]:
         assert all(usage.spills == 0 for usage in usages), "the kernels that the speed on an H200 stands on"

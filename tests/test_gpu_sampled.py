@@ -137,9 +137,7 @@ def test_the_cpu_keeps_the_same_columns():
         assert relative(ours.cpu(), truth) < 1e-5
 
 
-@pytest.mark.parametrize(
-    "shape", [(1000, 512, 256), (300, 1_000_000, 64), (1, 40000, 512), (2048, 30001, 72)], ids=str
-)
+@pytest.mark.parametrize("shape", [(1000, 512, 256), (300, 1_000_000, 64), (1, 40000, 512), (2048, 30001, 72)], ids=str)
 @pytest.mark.parametrize("logit_scale", [1.0, 0.01], ids=["peaked", "flat: every column marked"])
 def test_any_density(shape, logit_scale):
     """Lists that fit, lists that do not; the second falls back to the dense backward on the device."""

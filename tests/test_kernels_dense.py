@@ -221,19 +221,19 @@ def test_several_slices(dtype, into_main, small_workspace, monkeypatch):
 
 @pytest.fixture
 def products(monkeypatch) -> list:
-    """One entry per product launched: "dE" or "dC"."""
+    """One entry per product: "dE" or "dC"."""
     calls = []
-    kernel = backward_dense.product_kernel
+    kernel = backward_dense.products_kernel
 
     class Recorder:
         def __getitem__(self, grid):
             def launch(*args, **kwargs):
-                calls.append("dC" if kwargs["FOR_WEIGHT"] else "dE")
+                calls.extend(name for name, out in (("dE", args[3]), ("dC", args[8])) if out is not None)
                 return kernel[grid](*args, **kwargs)
 
             return launch
 
-    monkeypatch.setattr(backward_dense, "product_kernel", Recorder())
+    monkeypatch.setattr(backward_dense, "products_kernel", Recorder())
     return calls
 
 

@@ -4,6 +4,8 @@ Both toss the same coins, so the gradient is compared draw by draw, not on avera
 allow: the interpreter takes about 2 ms a loop step whatever a step's size.
 """
 
+from unittest import mock
+
 import pytest
 import torch
 import triton
@@ -32,9 +34,7 @@ def small_tiles(monkeypatch):
         "weight": dict(BLOCK_N=128, BLOCK_K=128, BLOCK_D=128),
         "stream": dict(BLOCK_N=128, BLOCK_K=128, BLOCK_D=64),
     }
-    monkeypatch.setattr(
-        backward_packed, "packed_launch", lambda kernel, device, dtype: (2, dict(blocks[kernel]))
-    )
+    monkeypatch.setattr(backward_packed, "packed_launch", lambda kernel, device, dtype: (2, dict(blocks[kernel])))
     monkeypatch.setattr(backward_packed, "SMALL_GROUP", 1024)
     monkeypatch.setattr(backward_packed, "SLAB_COLUMNS", 512)
     monkeypatch.setattr(backward_packed, "LIST_BLOCK", 32)
@@ -93,15 +93,20 @@ class Problem:
     def run(self, *, deterministic=False, main_grad=None, bias_grad=False, expect_dense=False, hidden_grad=True,
             weight_grad=True):  # fmt: skip
         flags, ready = [], []
-        results = backward_packed.packed_backward(
-            self.hidden, self.head, self.target, self.lse.float(), self.rows, n_rows=self.n_rows, row_index=None,
-            policy=sampled(self.eps, deterministic=deterministic), marks=self.marks, hidden_grad=hidden_grad,
-            weight_grad=weight_grad, bias_grad=bias_grad, main_grad=main_grad, hidden_grad_dtype=torch.float32,
-            hidden_grad_ready=ready.append, dense_backward=lambda flag, *outputs: flags.append(flag.item()),
-        )  # fmt: skip
+        record = mock.patch.object(backward_packed, "dense_stream", lambda *_, dense, **__: flags.append(dense.item()))
+        with record:
+            results = self._backward(ready, deterministic, main_grad, bias_grad, hidden_grad, weight_grad)
         assert flags == [int(expect_dense)]
         assert len(ready) == hidden_grad
         return results
+
+    def _backward(self, ready, deterministic, main_grad, bias_grad, hidden_grad, weight_grad):
+        return backward_packed.packed_backward(
+            self.hidden, self.head, self.target, self.lse.float(), self.rows, n_rows=self.n_rows, row_index=None,
+            policy=sampled(self.eps, deterministic=deterministic), marks=self.marks, hidden_grad=hidden_grad,
+            weight_grad=weight_grad, bias_grad=bias_grad, main_grad=main_grad, hidden_grad_dtype=torch.float32,
+            hidden_grad_ready=ready.append,
+        )  # fmt: skip
 
     def check(self, d_hidden, d_weight, tolerance):
         for ours, truth in (
@@ -114,9 +119,7 @@ class Problem:
 
 OPTIONS = {
     "plain": dict(),
-    "bias, softcap, scale, entropy, ignored rows": dict(
-        n_rows=400, bias=True, softcap=10.0, scale=1.3, entropy=True
-    ),
+    "bias, softcap, scale, entropy, ignored rows": dict(n_rows=400, bias=True, softcap=10.0, scale=1.3, entropy=True),
     "label smoothing": dict(constant=True, bias=True, n_rows=500),
     "one row block, vocabulary of one partial word tile": dict(n=100, v=200),
     "one token": dict(n=1, v=1500),
@@ -134,9 +137,7 @@ def test_fp32(options):
     assert ((d_bias.double() - truth).norm() / truth.norm()).item() < 2e-6
 
 
-@pytest.mark.parametrize(
-    "options", [OPTIONS["plain"], OPTIONS["label smoothing"]], ids=["plain", "label smoothing"]
-)
+@pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["label smoothing"]], ids=["plain", "label smoothing"])
 def test_half_precision_in_place(options, monkeypatch):
     """dC in fp16 from the ring, while most of G lies in dC's own storage (extra rows for a third of the pairs)."""
     problem = Problem(**{**dict(n=600, v=4000, d=256, dtype=torch.float16, eps=2.0**-3), **options})
@@ -156,9 +157,7 @@ def test_main_grad_is_added_to_in_rounds(monkeypatch):
     main_grad = before.clone()
     d_hidden, nothing, _ = problem.run(main_grad=main_grad)
     assert nothing is None
-    problem.check(
-        d_hidden, main_grad.double() - before.double(), 1e-4
-    )  # rounding of the fp32 sum with `before`
+    problem.check(d_hidden, main_grad.double() - before.double(), 1e-4)  # rounding of the fp32 sum with `before`
 
 
 def test_deterministic():
