@@ -41,8 +41,8 @@ SUPER_BLOCK = 4  # row blocks that share a coin
 MAX_ROUNDS = 12
 ARENA_BYTES = 40 << 20  # G of one round, where it has memory of its own
 EXTRA_BYTES = 20 << 20  # G behind dC's storage: the last group's has no later columns to lie in
-LARGE_GROUP = 16384
-SMALL_GROUP = 4096  # below LARGE_VOCABULARY columns are kept more densely, and the last group's G must fit in `extra`
+GROUP_DENSITY = 0.07  # of marked pairs, up to which the last group's G fits into EXTRA_BYTES
+SPARSE_GROUP, DENSE_GROUP = 16384, 4096  # most columns of a group: below LARGE_VOCABULARY more of them are kept
 LARGE_VOCABULARY = 100_000
 SLAB_COLUMNS = 8192  # one part of the ring in `packed_stream` is a slab times BLOCK_D of D
 LIST_BLOCK = 64  # words that a list kernel expands at a time
@@ -166,10 +166,12 @@ def _layout(bits, n_rows, n, n_columns, d, dtype, storage) -> _Layout:
     device = bits.device
     n_blocks, n_words = bits.shape
     n_super = triton.cdiv(n_blocks, SUPER_BLOCK)
-    group_columns = LARGE_GROUP if n_columns >= LARGE_VOCABULARY else SMALL_GROUP
+    row_bytes = ROW_BLOCK * dtype.itemsize
+    fitting = int(EXTRA_BYTES / (GROUP_DENSITY * max(n_blocks, 1) * row_bytes))
+    most = SPARSE_GROUP if n_columns >= LARGE_VOCABULARY else DENSE_GROUP
+    group_columns = min(most, max(1 << fitting.bit_length() >> 1, 32 * LIST_BLOCK))
     n_groups = triton.cdiv(n_columns, group_columns)
     every_pair = n_blocks * n_columns
-    row_bytes = ROW_BLOCK * dtype.itemsize
     slab_columns = min(SLAB_COLUMNS, group_columns, max(triton.next_power_of_2(n_columns), WORD_TILE))
     if storage is not None:
         n_rounds = 1

@@ -43,6 +43,7 @@ from .tiles import (
 )
 
 RING_BYTES = 32 << 20  # G of two slices
+MIN_WIDTH = 512  # columns of a slice, whatever they take: every slice reads and writes dE's sums
 
 
 @triton.jit
@@ -311,7 +312,7 @@ class _Stream:
         n_blocks = ceil_div(self.n, t.block_m)
         n_columns = head.weight.shape[0] - start
         step = max(t.block_m, t.block_n)
-        width = max(RING_BYTES // (2 * n_blocks * t.block_m * self.dtype.itemsize) // step, 1) * step
+        width = max(RING_BYTES // (2 * n_blocks * t.block_m * self.dtype.itemsize), MIN_WIDTH) // step * step
         width = min(width, ceil_div(n_columns, step) * step)
         slices = ceil_div(n_columns, width)
         ring = torch.empty(2 * n_blocks * t.block_m * width, dtype=self.dtype, device=device)

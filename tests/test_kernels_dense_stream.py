@@ -22,6 +22,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 def several_slices(monkeypatch):
     prepare_kernels(monkeypatch)
     monkeypatch.setattr(module, "RING_BYTES", 1)
+    monkeypatch.setattr(module, "MIN_WIDTH", 128)
 
 
 class Problem:

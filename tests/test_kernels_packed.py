@@ -35,7 +35,7 @@ def small_tiles(monkeypatch):
         "stream": dict(BLOCK_N=128, BLOCK_K=128, BLOCK_D=64),
     }
     monkeypatch.setattr(backward_packed, "packed_launch", lambda kernel, device, dtype: (2, dict(blocks[kernel])))
-    monkeypatch.setattr(backward_packed, "SMALL_GROUP", 1024)
+    monkeypatch.setattr(backward_packed, "DENSE_GROUP", 1024)
     monkeypatch.setattr(backward_packed, "SLAB_COLUMNS", 512)
     monkeypatch.setattr(backward_packed, "LIST_BLOCK", 32)
 
