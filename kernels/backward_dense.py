@@ -24,13 +24,14 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch_table import launch_parameters
-from .problem import Head, HiddenGradReady, RowGradients
+from .problem import Head, HiddenGradReady, RowGradients, weight_factors
 from .slices import plan_slices
 from .tiles import (
     LOG2E,
     TL_DTYPE,
     Source,
     Tile,
+    add_low_rank,
     ceil_div,
     compute_dtype,
     count_rows,
@@ -38,7 +39,9 @@ from .tiles import (
     load_scale,
     load_tile,
     logits_of,
+    low_rank_arguments,
     multiprocessors,
+    narrowed,
     scale_tensor,
 )
 
@@ -59,6 +62,8 @@ def _kept_tiles(p, onehot, counts, inside, eps, BLOCK_M: tl.constexpr, BLOCK_N: 
 def gradient_kernel(
     hidden,  # [N, D] descriptor or pointer
     weight,  # [width, D] descriptor or pointer, from the slice's first row
+    low_hidden_ptr,  # [N, RANK] or None
+    low_weight_ptr,  # [width, RANK] or None
     bias_ptr,  # [width] or None
     scale_ptr,  # [] fp32 or None
     column_weight_ptr,  # [width] or None
@@ -84,6 +89,7 @@ def gradient_kernel(
     filter_eps,
     programs,
     D: tl.constexpr,
+    RANK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     FILTER: tl.constexpr,
     PER_TOKEN: tl.constexpr,  # 1 with FILTER
@@ -119,6 +125,10 @@ def gradient_kernel(
         columns = column + tl.arange(0, BLOCK_N)
         counts = rows < n_counting
         inside = columns < width
+        if low_hidden_ptr is not None:
+            acc = add_low_rank(
+                acc, low_hidden_ptr, low_weight_ptr, rows, counts, columns, inside, RANK, DTYPE, PRECISION
+            )
         bias = None
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -263,13 +273,14 @@ def dense_backward(
     n_rows: Tensor | None,
     row_index: Tensor | None,  # [N] int64: row i of dE belongs there; None is i
     hidden_grad: Tensor | None,  # [N, D] out
-    weight_grad: Tensor | None,  # [V, D] out, or added to with accumulate
+    weight_grad: Tensor | None,  # [V, D] out, or added to with accumulate; [V, R] of a low-rank weight
     accumulate: bool,
     bias_grad: Tensor | None,  # [V] fp32, added to
     hidden_grad_ready: HiddenGradReady,
     storage: Tensor | None = None,  # lent as workspace; it may be a fresh weight_grad itself
     predicate: Tensor | None = None,  # [1] int32 on the device: 0 leaves everything untouched
     filter_eps: float | None = None,  # drops 128 x 128 tiles of G without a |p - onehot| of at least this
+    low_rank_grad: Tensor | None = None,  # [N, R] fp32 out, in the order of hidden, before dE is ready
     tiles: tuple[Tile, Tile] | None = None,  # (gradient, product), overrides the launch table
 ) -> None:
     """Writes dE, writes or adds dC, adds dbias.
@@ -305,6 +316,9 @@ def dense_backward(
         run.gradient(grad, start, stop)
         if bias_grad is not None:
             run.column_sum(grad, bias_grad[start:stop])
+        if low_rank_grad is not None:
+            base = None if start == 0 else low_rank_grad
+            run.hidden_product(grad, head.low_rank.weight[start:stop], base, low_rank_grad, scatter=False)
         if hidden_grad is not None:
             last = stop == n_columns
             base = None if start == 0 else total
@@ -339,12 +353,14 @@ class _DenseRun:
         h = Source(self.hidden, t.block_m, t.block_k)
         w = Source(head.weight[start:stop], t.block_n, t.block_k)
         g = Source(grad, t.block_m, t.block_n)
+        low_hidden, low_weight, rank = low_rank_arguments(head, slice(start, stop))
         gradient_kernel[(self.programs,)](
-            h.source, w.source, _part(head.bias, start, stop), self.scale, _part(head.column_weight, start, stop),
-            self.target, self.lse, rows.softmax, rows.target, rows.softmax_logit, rows.constant, self.unit, self.n_rows,
-            self.predicate, g.source, self.n, stop - start, start, h.stride_row, h.stride_col, w.stride_row,
-            w.stride_col, g.stride_row, head.softcap or 1.0, self.filter_eps or 0.0, self.programs,
-            D=self.d, HAS_SOFTCAP=head.softcap is not None, FILTER=self.filter_eps is not None,
+            h.source, w.source, low_hidden, low_weight, _part(head.bias, start, stop), self.scale,
+            _part(head.column_weight, start, stop), self.target, self.lse, rows.softmax, rows.target,
+            rows.softmax_logit, rows.constant, self.unit, self.n_rows, self.predicate, g.source, self.n,
+            stop - start, start, h.stride_row, h.stride_col, w.stride_row, w.stride_col, g.stride_row,
+            head.softcap or 1.0, self.filter_eps or 0.0, self.programs,
+            D=self.d, RANK=rank, HAS_SOFTCAP=head.softcap is not None, FILTER=self.filter_eps is not None,
             PER_TOKEN=self.target.shape[1] if self.target.dim() > 1 else 1,
             BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k,
             TMA_HIDDEN=h.tma, TMA_WEIGHT=w.tma, TMA_GRAD=g.tma, DTYPE=TL_DTYPE[self.dtype], PRECISION="ieee",
@@ -355,16 +371,18 @@ class _DenseRun:
         self._product(grad, weight, base, out, self.row_index if scatter else None, for_weight=False)
 
     def weight_product(self, grad: Tensor, base: Tensor | None, out: Tensor) -> None:
-        self._product(grad, self.hidden, base, out, None, for_weight=True)
+        self._product(grad, weight_factors(self.hidden, self.head)[0], base, out, None, for_weight=True)
 
     def _product(self, grad, factor, base, out, row_index, for_weight: bool) -> None:
-        t = self.for_product
+        d, t = factor.shape[1], self.for_product
+        if d < self.d:  # a low-rank factor
+            t = replace(t, block_n=narrowed(t.block_n, d))
         g = Source(grad, *((t.block_k, t.block_m) if for_weight else (t.block_m, t.block_k)))
         f = Source(factor, t.block_k, t.block_n)
         product_kernel[(self.programs,)](
             g.source, f.source, base, out, row_index, self.unit, self.n_rows, self.predicate, self.n, grad.shape[1],
             factor.shape[0], grad.stride(0), f.stride_row, f.stride_col, self.programs,
-            D=self.d, FOR_WEIGHT=for_weight, FLATTEN=base is None and out.element_size() == 2,
+            D=d, FOR_WEIGHT=for_weight, FLATTEN=base is None and out.element_size() == 2,
             BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k,
             TMA_GRAD=g.tma, TMA_FACTOR=f.tma, DTYPE=TL_DTYPE[self.dtype], PRECISION="ieee",
             num_warps=t.num_warps, num_stages=t.num_stages,

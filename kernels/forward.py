@@ -37,12 +37,14 @@ from .tiles import (
     TL_DTYPE,
     Source,
     Tile,
+    add_low_rank,
     ceil_div,
     compute_dtype,
     count_rows,
     load_scale,
     load_tile,
     logits_of,
+    low_rank_arguments,
     multiprocessors,
     scale_tensor,
 )
@@ -52,6 +54,8 @@ from .tiles import (
 def forward_kernel(
     hidden,  # [N, D] descriptor or pointer
     weight,  # [V, D] descriptor or pointer
+    low_hidden_ptr,  # [N, RANK] or None
+    low_weight_ptr,  # [V, RANK] or None
     bias_ptr,  # [V] or None
     scale_ptr,  # [] fp32 or None
     column_weight_ptr,  # [V] or None
@@ -75,6 +79,7 @@ def forward_kernel(
     tiles_per_split,
     n_words,
     D: tl.constexpr,
+    RANK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     LOGIT_SUM: tl.constexpr,
     COIN_BLOCKS: tl.constexpr,
@@ -115,6 +120,10 @@ def forward_kernel(
             acc = tl.dot(h.to(DTYPE), w.to(DTYPE).T, acc, input_precision=PRECISION)
         columns = column + tl.arange(0, BLOCK_N)
         inside = columns < n_columns
+        if low_hidden_ptr is not None:
+            acc = add_low_rank(
+                acc, low_hidden_ptr, low_weight_ptr, rows, counts, columns, inside, RANK, DTYPE, PRECISION
+            )
         bias = None
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -262,13 +271,14 @@ def forward_stats(
         thresholds = coin_thresholds(sampling.seed, sampling.eps, n, head.start, n_columns)
     h = Source(hidden, tile.block_m, tile.block_k)
     w = Source(head.weight, tile.block_n, tile.block_k)
+    low_hidden, low_weight, rank = low_rank_arguments(head)
     forward_kernel[(n_blocks * splits,)](
-        h.source, w.source, head.bias, scale_tensor(head), head.column_weight, n_rows,
+        h.source, w.source, low_hidden, low_weight, head.bias, scale_tensor(head), head.column_weight, n_rows,
         part_max, part_sum, part_expected, part_argmax, part_logit_sum,
         None if sampling is None else sampling.lower_bound, thresholds, bits,
         n, n_columns, h.stride_row, h.stride_col, w.stride_row, w.stride_col, head.softcap or 1.0,
         n_blocks, tiles_per_split, n_words,
-        D=d, HAS_SOFTCAP=head.softcap is not None, LOGIT_SUM=logit_sum, COIN_BLOCKS=COIN_BLOCKS,
+        D=d, RANK=rank, HAS_SOFTCAP=head.softcap is not None, LOGIT_SUM=logit_sum, COIN_BLOCKS=COIN_BLOCKS,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         TMA_HIDDEN=h.tma, TMA_WEIGHT=w.tma, DTYPE=TL_DTYPE[dtype], PRECISION="ieee",
         num_warps=tile.num_warps, num_stages=tile.num_stages,
