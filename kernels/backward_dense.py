@@ -111,7 +111,7 @@ def gradient_kernel(
     if unit_ptr is not None:
         factor = factor / tl.load(unit_ptr)
     n_blocks = tl.cdiv(n_counting, BLOCK_M)
-    for item in tl.range(tl.program_id(0), n_blocks * tl.cdiv(width, BLOCK_N), programs, flatten=True):
+    for item in tl.range(tl.program_id(0), n_blocks * tl.cdiv(width, BLOCK_N), programs, flatten=RANK == 0):
         row = (item % n_blocks) * BLOCK_M
         column = (item // n_blocks) * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)

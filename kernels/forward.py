@@ -14,7 +14,7 @@ small kernel merges the splits. There are no atomics and no locks: results are b
   (an empty shard, masked ids) end with s = 0 and no NaN.
 - Row blocks behind the `n_rows` that count return at once; how many that is, only the device knows.
 - The tile loop is flattened into the loop over D (`flatten`), so the loads of the next tile are under way while the
-  exponentials of this one are computed.
+  exponentials of this one are computed; not with a low-rank product, see `add_low_rank`.
 
 Optional results cost a pass over the tile's registers each: sum of 2^(x - m) * x for the entropy, the first column
 of the maximum, the weighted sum of logits, marks for the sampled backward.
@@ -109,7 +109,7 @@ def forward_kernel(
         lower_bound = tl.load(lower_bound_ptr + rows, mask=counts, other=float("inf")) * LOG2E
     first_tile = split * tiles_per_split
     last_tile = tl.minimum(first_tile + tiles_per_split, tl.cdiv(n_columns, BLOCK_N))
-    for tile in tl.range(first_tile, last_tile, flatten=True):
+    for tile in tl.range(first_tile, last_tile, flatten=RANK == 0):
         column = tile * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in tl.range(0, D, BLOCK_K):

@@ -76,8 +76,11 @@ def add_low_rank(
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """product + hidden[rows] @ weight[columns].T; the loop is unrolled, so that the one over D stays the only one."""
-    BLOCK: tl.constexpr = 16 if RANK <= 16 else 32
+    """product + hidden[rows] @ weight[columns].T.
+
+    The tile loop around it must not be flattened: the compiler then fails for sm_100 and spills on sm_90 (Triton 3.6).
+    """
+    BLOCK: tl.constexpr = 16  # wider ones leave the gradient kernel no shared memory for its third stage
     for k in tl.static_range(0, RANK, BLOCK):
         offs_k = k + tl.arange(0, BLOCK)
         inside = offs_k < RANK
