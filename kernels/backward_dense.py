@@ -22,13 +22,14 @@ from torch import Tensor
 
 from .dense_products import column_sum_kernel, products_kernel
 from .launch_table import launch_parameters
-from .problem import Head, HiddenGradReady, RowGradients
+from .problem import Head, HiddenGradReady, RowGradients, weight_factors
 from .slices import plan_slices
 from .tiles import (
     LOG2E,
     TL_DTYPE,
     Source,
     Tile,
+    add_low_rank,
     ceil_div,
     compute_dtype,
     count_rows,
@@ -37,7 +38,9 @@ from .tiles import (
     load_scale,
     load_tile,
     logits_of,
+    low_rank_arguments,
     multiprocessors,
+    narrowed,
     rows_in_cache,
     scale_tensor,
 )
@@ -119,6 +122,8 @@ def logit_gradient(
 def gradient_kernel(
     hidden,  # [N, D] descriptor or pointer
     weight,  # [width, D] descriptor or pointer, from the slice's first row
+    low_hidden_ptr,  # [N, RANK] or None
+    low_weight_ptr,  # [width, RANK] or None
     bias_ptr,  # [width] or None
     scale_ptr,  # [] fp32 or None
     column_weight_ptr,  # [width] or None
@@ -144,6 +149,7 @@ def gradient_kernel(
     group,
     programs,
     D: tl.constexpr,
+    RANK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     FILTER: tl.constexpr,
     PER_TOKEN: tl.constexpr,  # 1 with FILTER
@@ -163,7 +169,7 @@ def gradient_kernel(
         factor = factor / tl.load(unit_ptr)
     n_blocks = tl.cdiv(n_counting, BLOCK_M)
     n_tiles = tl.cdiv(width, BLOCK_N)
-    for item in tl.range(tl.program_id(0), n_blocks * n_tiles, programs, flatten=True):
+    for item in tl.range(tl.program_id(0), n_blocks * n_tiles, programs, flatten=RANK == 0):
         row_block, tile = grouped(item, n_blocks, n_tiles, group)
         row = row_block * BLOCK_M
         column = tile * BLOCK_N
@@ -178,6 +184,10 @@ def gradient_kernel(
         columns = column + tl.arange(0, BLOCK_N)
         counts = rows < n_counting
         inside = columns < width
+        if low_hidden_ptr is not None:
+            acc = add_low_rank(
+                acc, low_hidden_ptr, low_weight_ptr, rows, counts, columns, inside, RANK, DTYPE, PRECISION
+            )
         g = logit_gradient(
             acc, rows, columns, counts, inside, bias_ptr, scale, column_weight_ptr, target_ptr, lse_ptr, softmax_ptr,
             target_grad_ptr, softmax_logit_ptr, constant_ptr, factor, first_column, softcap, filter_eps,
@@ -200,12 +210,13 @@ def dense_backward(
     n_rows: Tensor | None,
     row_index: Tensor | None,  # [N] int64: row i of dE belongs there; None is i
     hidden_grad: Tensor | None,  # [N, D] out
-    weight_grad: Tensor | None,  # [V, D] out, or added to with accumulate
+    weight_grad: Tensor | None,  # [V, D] out, or added to with accumulate; [V, R] of a low-rank weight
     accumulate: bool,
     bias_grad: Tensor | None,  # [V] fp32, added to
     hidden_grad_ready: HiddenGradReady,
     storage: Tensor | None = None,  # lent as workspace; it may be a fresh weight_grad itself
     filter_eps: float | None = None,  # drops 128 x 128 tiles of G without a |p - onehot| of at least this
+    low_rank_grad: Tensor | None = None,  # [N, R] fp32 out, in the order of hidden, before dE is ready
     tiles: tuple[Tile, Tile] | None = None,  # (gradient, product), overrides the launch table
 ) -> None:
     """Writes dE, writes or adds dC, adds dbias.
@@ -220,7 +231,7 @@ def dense_backward(
             hidden_grad_ready(hidden_grad)
         return
     device = hidden.device
-    run = _DenseRun(hidden, head, target, lse, rows, n_rows, row_index, filter_eps, tiles)
+    run = _DenseRun(hidden, head, target, lse, rows, n_rows, filter_eps, tiles)
     if storage is not None and (storage.data_ptr() % 16 or not storage.is_contiguous()):
         storage = None
     slices = plan_slices(
@@ -241,27 +252,35 @@ def dense_backward(
         run.gradient(grad, start, stop)
         if bias_grad is not None:
             run.column_sum(grad, bias_grad[start:stop])
-        weight_part = None if weight_grad is None else weight_grad[start:stop]
-        weight_base = weight_part if accumulate else None
+        weights, (hidden_factor, _) = slice(start, stop), weight_factors(hidden, head)
+        if low_rank_grad is not None:
+            base = None if start == 0 else low_rank_grad
+            run.products(grad, (head.low_rank.weight[weights], base, low_rank_grad, None), None)
+        to_weight = None
+        if weight_grad is not None:
+            part = weight_grad[weights]
+            to_weight = (hidden_factor, part if accumulate else None, part)
         if hidden_grad is None:
-            run.products(grad, None, None, None, weight_base, weight_part, start, stop)
+            run.products(grad, None, to_weight)
             continue
         base = None if start == 0 else total
-        if stop < n_columns:
-            run.products(grad, base, total, None, weight_base, weight_part, start, stop)
+        last = stop == n_columns
+        to_hidden = (head.weight[weights], base, hidden_grad if last else total, row_index if last else None)
+        if hidden_factor.shape[1] == d and not last:
+            run.products(grad, to_hidden, to_weight)
             continue
-        run.products(grad, base, hidden_grad, row_index, None, None, start, stop)
-        hidden_grad_ready(hidden_grad)
-        if weight_part is not None:
-            run.products(grad, None, None, None, weight_base, weight_part, start, stop)
+        run.products(grad, to_hidden, None)
+        if last:
+            hidden_grad_ready(hidden_grad)
+        run.products(grad, None, to_weight)
 
 
 class _DenseRun:
     """The launches on one slice, with what all slices share."""
 
-    def __init__(self, hidden, head: Head, target, lse, rows: RowGradients, n_rows, row_index, filter_eps, tiles):
+    def __init__(self, hidden, head: Head, target, lse, rows: RowGradients, n_rows, filter_eps, tiles):
         self.hidden, self.head, self.target, self.lse, self.rows = hidden, head, target, lse, rows
-        self.n_rows, self.row_index, self.filter_eps = n_rows, row_index, filter_eps
+        self.n_rows, self.filter_eps = n_rows, filter_eps
         self.n, self.d = hidden.shape
         self.dtype = compute_dtype(hidden, head)
         self.unit = gradient_unit(rows, self.dtype)
@@ -277,31 +296,36 @@ class _DenseRun:
         h = Source(self.hidden, t.block_m, t.block_k)
         w = Source(head.weight[start:stop], t.block_n, t.block_k)
         g = Source(grad, t.block_m, t.block_n)
+        low_hidden, low_weight, rank = low_rank_arguments(head, slice(start, stop))
         gradient_kernel[(self.programs,)](
-            h.source, w.source, _part(head.bias, start, stop), self.scale, _part(head.column_weight, start, stop),
-            self.target, self.lse, rows.softmax, rows.target, rows.softmax_logit, rows.constant, self.unit, self.n_rows,
-            g.source, self.n, stop - start, start, h.stride_row, h.stride_col, w.stride_row,
-            w.stride_col, g.stride_row, head.softcap or 1.0, self.filter_eps or 0.0,
-            rows_in_cache(self.n, self.d, self.hidden.element_size()), self.programs,
-            D=self.d, HAS_SOFTCAP=head.softcap is not None, FILTER=self.filter_eps is not None,
-            PER_TOKEN=self.target.shape[1] if self.target.dim() > 1 else 1,
+            h.source, w.source, low_hidden, low_weight, _part(head.bias, start, stop), self.scale,
+            _part(head.column_weight, start, stop), self.target, self.lse, rows.softmax, rows.target,
+            rows.softmax_logit, rows.constant, self.unit, self.n_rows, g.source, self.n,
+            stop - start, start, h.stride_row, h.stride_col, w.stride_row, w.stride_col, g.stride_row,
+            head.softcap or 1.0, self.filter_eps or 0.0, rows_in_cache(self.n, self.d, self.hidden.element_size()),
+            self.programs, D=self.d, RANK=rank, HAS_SOFTCAP=head.softcap is not None,
+            FILTER=self.filter_eps is not None, PER_TOKEN=self.target.shape[1] if self.target.dim() > 1 else 1,
             BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k,
             TMA_HIDDEN=h.tma, TMA_WEIGHT=w.tma, TMA_GRAD=g.tma, DTYPE=TL_DTYPE[self.dtype], PRECISION="ieee",
             num_warps=t.num_warps, num_stages=t.num_stages,
         )  # fmt: skip
 
-    def products(
-        self, grad: Tensor, hidden_base, hidden_out, row_index, weight_base, weight_out, start: int, stop: int
-    ) -> None:
-        """hidden_out = hidden_base + G @ weight[start:stop] and weight_out = weight_base + G.T @ hidden."""
-        t = self.for_product
+    def products(self, grad: Tensor, to_hidden: tuple | None, to_weight: tuple | None) -> None:
+        """out = base + G @ weight for to_hidden = (weight, base, out, row_index or None), and
+        out = base + G.T @ hidden for to_weight = (hidden, base, out); None leaves a product out."""
+        if to_hidden is None and to_weight is None:
+            return
+        weight, hidden_base, hidden_out, row_index = to_hidden or (None,) * 4
+        hidden, weight_base, weight_out = to_weight or (None,) * 3
+        d = (hidden if weight is None else weight).shape[1]
+        t = replace(self.for_product, block_n=narrowed(self.for_product.block_n, d))
         rows, columns = Source(grad, t.block_m, t.block_k), Source(grad, t.block_k, t.block_m)
-        w = Source(self.head.weight[start:stop], t.block_k, t.block_n)
-        h = Source(self.hidden, t.block_k, t.block_n)
+        w = Source(grad if weight is None else weight, t.block_k, t.block_n)
+        h = Source(grad if hidden is None else hidden, t.block_k, t.block_n)
         products_kernel[(self.programs,)](
             rows.source, w.source, hidden_base, hidden_out, row_index, columns.source, h.source, weight_base,
-            weight_out, self.unit, self.n_rows, self.n, stop - start, grad.stride(0), w.stride_row, w.stride_col,
-            h.stride_row, h.stride_col, self.programs, D=self.d,
+            weight_out, self.unit, self.n_rows, self.n, grad.shape[1], grad.stride(0), w.stride_row, w.stride_col,
+            h.stride_row, h.stride_col, self.programs, D=d,
             FLATTEN_HIDDEN=_stores_half(hidden_base, hidden_out), FLATTEN_WEIGHT=_stores_half(weight_base, weight_out),
             BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k, TMA_GRAD=rows.tma, TMA_WEIGHT=w.tma,
             TMA_HIDDEN=h.tma, DTYPE=TL_DTYPE[self.dtype], PRECISION="ieee",

@@ -9,8 +9,9 @@ Where G lives, 256 bytes per pair in half precision, decides between two orders 
 - dC fresh in half precision: one round. dC's own storage is free until dC is written, so G lies at its end, with
   EXTRA_BYTES behind it, and is consumed from the front while finished slabs of dC overwrite it. The fp32 sums are
   a ring of parts of dC (`packed_stream`). Nothing of size [V, D] or [N, D] is allocated beyond the gradients.
-- fp32 dC or main_grad (or dE alone): G has an arena of ARENA_BYTES; rounds take as many super-blocks as fit. Each
-  round finishes dE of its rows; dC is added to in fp32. Deterministic and half precision: into an fp32 copy of dC.
+- fp32 dC or main_grad (or dE alone, or a low-rank dC): G has an arena of ARENA_BYTES; rounds take as many super-blocks
+  as fit. Each round finishes dE of its rows; dC is added to in fp32. Deterministic and half precision: into an fp32
+  copy of dC.
 
 How many pairs there are is known on the device only. If they do not fit, or are so many that the dense product is
 cheaper, the plan's rounds are empty and the flag `dense` starts `dense_stream` in their place.
@@ -33,8 +34,8 @@ from .packed_products import (
 )
 from .packed_stream import packed_stream_kernel
 from .packed_table import LAG, RING, launch_processors, packed_launch
-from .problem import Head, HiddenGradReady, Marks, Policy, RowGradients
-from .tiles import Source, compute_dtype, gradient_unit
+from .problem import Head, HiddenGradReady, Marks, Policy, RowGradients, weight_factors
+from .tiles import Source, compute_dtype, gradient_unit, low_rank_arguments, narrowed
 
 ROW_BLOCK = 128
 SUPER_BLOCK = 4  # row blocks that share a coin
@@ -97,6 +98,7 @@ def packed_backward(
     main_grad: Tensor | None,
     hidden_grad_dtype: torch.dtype,
     hidden_grad_ready: HiddenGradReady,
+    low_rank_grad: Tensor | None = None,  # [N, R] fp32 zeros, out
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dE, dC or None when main_grad took it, dbias) of the sampled policy; see the module and `problem`."""
     n, d = hidden.shape
@@ -107,7 +109,8 @@ def packed_backward(
     d_bias = torch.zeros(n_columns, dtype=torch.float32, device=device) if bias_grad else None
     d_weight = None
     if weight_grad and main_grad is None:
-        d_weight = torch.empty(n_columns, d, dtype=head.weight.dtype, device=device)
+        like = weight_factors(hidden, head)[1]
+        d_weight = torch.empty(like.shape, dtype=like.dtype if head.low_rank is None else torch.float32, device=device)
     total = main_grad if main_grad is not None else d_weight
     if n == 0 or n_columns == 0:
         if d_hidden is not None:
@@ -118,6 +121,7 @@ def packed_backward(
 
     in_place = (
         d_weight is not None
+        and head.low_rank is None
         and d_weight.dtype == dtype != torch.float32
         and not policy.deterministic
         and n <= 40 * d  # beyond, G fits into dC below a density of 2.5% only
@@ -126,7 +130,7 @@ def packed_backward(
     if weight_grad and not in_place:
         sums = total
         if main_grad is None or total.dtype != torch.float32:
-            sums = torch.zeros(n_columns, d, dtype=torch.float32, device=device)
+            sums = torch.zeros(total.shape, dtype=torch.float32, device=device)
     layout = _layout(marks.bits, n_rows, n, n_columns, d, dtype, d_weight if in_place else None)
     work = _Work(hidden, head, target, lse, rows, n_rows, row_index, policy, marks, layout, dtype)
 
@@ -134,6 +138,8 @@ def packed_backward(
         work.gradient(r)
         if d_hidden is not None:
             work.hidden_grad(r, d_hidden)
+        if low_rank_grad is not None:
+            work.low_rank_grad(r, low_rank_grad)
         if d_bias is not None:
             work.bias_grad(r, d_bias)
         if sums is not None:
@@ -152,7 +158,7 @@ def packed_backward(
         del work, layout, sums
     dense_stream(
         hidden, head, target, lse, rows, dense=dense, n_rows=n_rows, row_index=row_index, hidden_grad=d_hidden,
-        weight_grad=total, accumulate=main_grad is not None, bias_grad=d_bias,
+        weight_grad=total, accumulate=main_grad is not None, bias_grad=d_bias, low_rank_grad=low_rank_grad,
         spare=d_weight if d_weight is not None else extra,
     )  # fmt: skip
     if d_hidden is not None:
@@ -275,12 +281,14 @@ class _Work:
         plan = at.plan[r]
         programs, blocks = packed_launch("gradient", self.device, self.dtype)
         hidden = Source(self.hidden, ROW_BLOCK, blocks["BLOCK_K"])
+        low_hidden, low_weight, rank = low_rank_arguments(head)
         packed_gradient_kernel[(programs,)](
-            hidden.source, head.weight, head.bias, self.target, self.lse, rows.softmax, rows.target, rows.softmax_logit,
-            self.n_rows, self.marks.seed, self.scale, self.unit, at.start, at.counts, plan, self.list, self.keep,
-            at.storage, at.extra, self.n, hidden.stride_row, head.weight.stride(0), head.start, at.n_groups,
-            self.policy.eps, head.softcap or 0.0, D=self.d, HAS_SOFTCAP=head.softcap is not None,
-            TMA_HIDDEN=hidden.tma, PROGRAMS=programs, PRECISION=self.precision, **blocks,
+            hidden.source, head.weight, low_hidden, low_weight, head.bias, self.target, self.lse, rows.softmax,
+            rows.target, rows.softmax_logit, self.n_rows, self.marks.seed, self.scale, self.unit, at.start, at.counts,
+            plan, self.list, self.keep, at.storage, at.extra, self.n, hidden.stride_row, head.weight.stride(0),
+            head.start, at.n_groups, self.policy.eps, head.softcap or 0.0, D=self.d, RANK=rank,
+            HAS_SOFTCAP=head.softcap is not None, TMA_HIDDEN=hidden.tma, PROGRAMS=programs, PRECISION=self.precision,
+            **blocks,
         )  # fmt: skip
         pack.keep_kernel[(at.processors * 4,)](
             self.marks.bits, self.word_start, self.keep, plan, self.kept_bits, self.kept_counts, self.n_words,
@@ -299,23 +307,34 @@ class _Work:
         )  # fmt: skip
 
     def hidden_grad(self, r: int, out: Tensor) -> None:
+        self._hidden_product(r, self.head.weight, self.constant_weight, self.row_index, out)
+
+    def low_rank_grad(self, r: int, out: Tensor) -> None:
+        self._hidden_product(r, self.head.low_rank.weight, self.constant_low_weight, None, out)
+
+    def _hidden_product(self, r: int, weight: Tensor, constant_weight, row_index, out: Tensor) -> None:
         at = self.layout
         programs, blocks = packed_launch("hidden", self.device, self.dtype)
         packed_hidden_grad_kernel[(programs,)](
-            self.head.weight, at.storage, at.extra, self.unit, at.plan[r], at.block_start, self.kept_counts,
-            self.kept_pair, self.kept_column, self.n_rows, self.row_index, self.constant, self.constant_weight, out,
-            self.n, self.head.weight.stride(0), at.n_groups, D=self.d, GROUPS=at.groups_pow2, PROGRAMS=programs,
-            PRECISION=self.precision, **blocks,
+            weight, at.storage, at.extra, self.unit, at.plan[r], at.block_start, self.kept_counts,
+            self.kept_pair, self.kept_column, self.n_rows, row_index, self.constant, constant_weight, out,
+            self.n, weight.stride(0), at.n_groups, D=weight.shape[1], GROUPS=at.groups_pow2, PROGRAMS=programs,
+            PRECISION=self.precision, **self._narrowed(blocks, weight.shape[1]),
         )  # fmt: skip
+
+    def _narrowed(self, blocks: dict, width: int) -> dict:
+        """Launch parameters of a product whose result has `width` columns: D, or a smaller rank."""
+        return blocks if width >= self.d else blocks | {"BLOCK_D": narrowed(blocks["BLOCK_D"], width)}
 
     def weight_grad(self, r: int, out: Tensor) -> None:
         at = self.layout
         programs, blocks = packed_launch("weight", self.device, self.dtype)
+        factor, _ = weight_factors(self.hidden, self.head)
         packed_weight_grad_kernel[(programs,)](
-            self.hidden, at.storage, at.extra, self.unit, at.plan[r], self.marks.bits, self.kept_bits, self.word_start,
-            self.union, self.union_start, self.union_count, self.n_rows, out, self.n, self.hidden.stride(0),
-            out.stride(0), self.n_words, at.n_slabs, D=self.d, PROGRAMS=programs,
-            ATOMIC=not self.policy.deterministic, PRECISION=self.precision, **blocks,
+            factor, at.storage, at.extra, self.unit, at.plan[r], self.marks.bits, self.kept_bits, self.word_start,
+            self.union, self.union_start, self.union_count, self.n_rows, out, self.n, factor.stride(0),
+            out.stride(0), self.n_words, at.n_slabs, D=factor.shape[1], PROGRAMS=programs,
+            ATOMIC=not self.policy.deterministic, PRECISION=self.precision, **self._narrowed(blocks, factor.shape[1]),
         )  # fmt: skip
 
     def weight_grad_stream(self, out: Tensor) -> None:
@@ -343,7 +362,7 @@ class _Work:
 
     def _prepare_constant(self) -> None:
         """Row gradients that are the same for every column: dE += constant (x) sum of weights, and dC likewise."""
-        self.constant = self.constant_weight = self.constant_hidden = None
+        self.constant = self.constant_weight = self.constant_low_weight = self.constant_hidden = None
         if self.rows.constant is None:
             return
         constant = self.rows.constant.float() * self.scale
@@ -354,8 +373,11 @@ class _Work:
             share = torch.ones(self.n_columns, dtype=torch.float32, device=constant.device)
         self.constant = constant
         self.constant_weight = _row_sum(share, self.head.weight)
+        if self.head.low_rank is not None:
+            self.constant_low_weight = _row_sum(share, self.head.low_rank.weight)
         # 0 when the dense backward, which has its own constant term, takes over
-        self.constant_hidden = _row_sum(constant, self.hidden, self.n_rows) * (self.layout.dense == 0)
+        factor, _ = weight_factors(self.hidden, self.head)
+        self.constant_hidden = _row_sum(constant, factor, self.n_rows) * (self.layout.dense == 0)
 
     def add_constant(self, out: Tensor) -> None:
         if self.constant_hidden is None:

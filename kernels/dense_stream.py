@@ -19,6 +19,8 @@ of dC under them follow in a second launch; failing that (no such storage, or a 
 tokens at a time as `spare` has sums for, and dC after it, at the price of a second recomputation.
 """
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -32,13 +34,16 @@ from .tiles import (
     ROW_BLOCK,
     TL_DTYPE,
     Source,
+    add_low_rank,
     ceil_div,
     compute_dtype,
     count_rows,
     gradient_unit,
     load_scale,
     load_tile,
+    low_rank_arguments,
     multiprocessors,
+    narrowed,
     scale_tensor,
 )
 
@@ -51,8 +56,10 @@ def dense_stream_kernel(
     dense_ptr,  # [1] int32: 0 leaves everything untouched
     hidden,  # [N, D] descriptor of [BLOCK_M, BLOCK_K] tiles, or pointer
     weight,  # [V, D] descriptor of [BLOCK_N, BLOCK_K] tiles, or pointer
-    hidden_factor,  # hidden again, [BLOCK_K, BLOCK_N]
-    weight_factor,  # weight again, [BLOCK_K, BLOCK_N]
+    low_hidden_ptr,  # [N, RANK] or None
+    low_weight_ptr,  # [V, RANK] or None
+    hidden_factor,  # [N, D_OUT] what dC is G.T times: hidden again or its low-rank partner, [BLOCK_K, BLOCK_D]
+    weight_factor,  # [V, D_OUT] what dE is G times: weight again or its low-rank partner, [BLOCK_K, BLOCK_D]
     bias_ptr,  # [V] or None
     scale_ptr,  # [] fp32 or None
     column_weight_ptr,  # [V] or None
@@ -66,8 +73,8 @@ def dense_stream_kernel(
     n_rows_ptr,  # [1] int32 or None
     row_index_ptr,  # [N] int64 where row i of dE belongs, or None
     ring_ptr,  # [2, row blocks * BLOCK_M, WIDTH], G
-    sums_ptr,  # [N, D] fp32 out, dE, or None
-    weight_grad_ptr,  # [V, D] out, or None
+    sums_ptr,  # [N, D_OUT] fp32 out, dE, or None
+    weight_grad_ptr,  # [V, D_OUT] out, or None
     bias_grad_ptr,  # [V] fp32, added to, or None
     ticket_ptr,  # [1] int32, zero
     made_ptr,  # [slices] int32, zeros: items of G that are done
@@ -81,16 +88,23 @@ def dense_stream_kernel(
     stride_hidden_col,
     stride_weight_row,
     stride_weight_col,
+    stride_hidden_factor,
+    stride_weight_factor,
     softcap,
     D: tl.constexpr,
+    D_OUT: tl.constexpr,
+    RANK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     ACCUMULATE: tl.constexpr,  # add dC to what is there
     WIDTH: tl.constexpr,  # columns of a slice
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # columns of dE and dC
     TMA_HIDDEN: tl.constexpr,
     TMA_WEIGHT: tl.constexpr,
+    TMA_HIDDEN_FACTOR: tl.constexpr,
+    TMA_WEIGHT_FACTOR: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -103,7 +117,7 @@ def dense_stream_kernel(
     if unit_ptr is not None:
         unit = tl.load(unit_ptr)
         factor = factor / unit
-    N_D: tl.constexpr = (D + BLOCK_N - 1) // BLOCK_N
+    N_D: tl.constexpr = (D_OUT + BLOCK_D - 1) // BLOCK_D
     n_gradient = n_blocks * (WIDTH // BLOCK_N)
     n_weight = 0
     if weight_grad_ptr is not None or bias_grad_ptr is not None:
@@ -137,9 +151,13 @@ def dense_stream_kernel(
                     rows = row + tl.arange(0, BLOCK_M)
                     in_slice = column + tl.arange(0, BLOCK_N)
                     columns = step * WIDTH + in_slice
-                    inside = columns < n_columns
+                    counts, inside = rows < n_counting, columns < n_columns
+                    if low_hidden_ptr is not None:
+                        acc = add_low_rank(
+                            acc, low_hidden_ptr, low_weight_ptr, rows, counts, columns, inside, RANK, DTYPE, PRECISION
+                        )
                     g = logit_gradient(
-                        acc, rows, columns, rows < n_counting, inside, bias_ptr, scale, column_weight_ptr, target_ptr,
+                        acc, rows, columns, counts, inside, bias_ptr, scale, column_weight_ptr, target_ptr,
                         lse_ptr, softmax_ptr, target_grad_ptr, softmax_logit_ptr, constant_ptr, factor, first_column,
                         softcap, 0.0, HAS_SOFTCAP, False, 1, BLOCK_M, BLOCK_N,
                     )  # fmt: skip
@@ -154,22 +172,22 @@ def dense_stream_kernel(
             if sub < n_gradient + n_weight:
                 i = sub - n_gradient
                 row = i // N_D * BLOCK_M
-                column = i % N_D * BLOCK_N
+                column = i % N_D * BLOCK_D
                 first = done * WIDTH + row
                 rows = first + tl.arange(0, BLOCK_M)
                 if weight_grad_ptr is not None:
                     if first < n_weight_columns:
-                        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
                         for k in tl.range(0, n_counting, BLOCK_K):
                             g = load_tile(ring, k, row, n_blocks * BLOCK_M, WIDTH, WIDTH, 1, BLOCK_K, BLOCK_M, False).T
                             h = load_tile(
-                                hidden_factor, k, column, n, D, stride_hidden_row, stride_hidden_col, BLOCK_K,
-                                BLOCK_N, TMA_HIDDEN,
+                                hidden_factor, k, column, n, D_OUT, stride_hidden_factor, 1, BLOCK_K,
+                                BLOCK_D, TMA_HIDDEN_FACTOR,
                             )  # fmt: skip
                             acc = tl.dot(g, h.to(DTYPE), acc, input_precision=PRECISION)
-                        columns = column + tl.arange(0, BLOCK_N)
-                        mask = (rows < n_weight_columns)[:, None] & (columns < D)[None, :]
-                        at = rows.to(tl.int64)[:, None] * D + columns[None, :]
+                        columns = column + tl.arange(0, BLOCK_D)
+                        mask = (rows < n_weight_columns)[:, None] & (columns < D_OUT)[None, :]
+                        at = rows.to(tl.int64)[:, None] * D_OUT + columns[None, :]
                         acc *= unit
                         if ACCUMULATE:
                             acc += tl.load(weight_grad_ptr + at, mask=mask, other=0.0).to(tl.float32)
@@ -188,23 +206,23 @@ def dense_stream_kernel(
                         wait_for(used_ptr + done - 1, n_weight + n_hidden)
                     i = sub - n_gradient - n_weight
                     row = i // N_D * BLOCK_M
-                    column = i % N_D * BLOCK_N
+                    column = i % N_D * BLOCK_D
                     if row < n_counting:
-                        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
                         for k in tl.range(0, WIDTH, BLOCK_K):
                             g = load_tile(ring, row, k, n_blocks * BLOCK_M, WIDTH, WIDTH, 1, BLOCK_M, BLOCK_K, False)
                             w = load_tile(
-                                weight_factor, done * WIDTH + k, column, n_columns, D, stride_weight_row,
-                                stride_weight_col, BLOCK_K, BLOCK_N, TMA_WEIGHT,
+                                weight_factor, done * WIDTH + k, column, n_columns, D_OUT, stride_weight_factor, 1,
+                            BLOCK_K, BLOCK_D, TMA_WEIGHT_FACTOR,
                             )  # fmt: skip
                             acc = tl.dot(g, w.to(DTYPE), acc, input_precision=PRECISION)
                         rows = row + tl.arange(0, BLOCK_M)
-                        columns = column + tl.arange(0, BLOCK_N)
-                        mask = (rows < n_counting)[:, None] & (columns < D)[None, :]
+                        columns = column + tl.arange(0, BLOCK_D)
+                        mask = (rows < n_counting)[:, None] & (columns < D_OUT)[None, :]
                         to = rows.to(tl.int64)
                         if row_index_ptr is not None:
                             to = tl.load(row_index_ptr + rows, mask=rows < n_counting, other=0)
-                        at = to[:, None] * D + columns[None, :]
+                        at = to[:, None] * D_OUT + columns[None, :]
                         acc *= unit
                         if done > 0:
                             acc += tl.load(sums_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
@@ -253,11 +271,15 @@ def dense_stream(
     accumulate: bool,
     bias_grad: Tensor | None,  # [V] fp32, added to
     spare: Tensor,  # memory for sums of dE; a fresh weight_grad may be it
+    low_rank_grad: Tensor | None = None,  # [N, R] fp32 out, in the order of hidden
 ) -> None:
     """dE, dC and dbias like `backward_dense.dense_backward`, if `dense` says so. One to a few launches."""
     n, d = hidden.shape
     n_columns = head.weight.shape[0]
     run = _Stream(hidden, head, target, lse, rows, dense, n_rows)
+    if head.low_rank is not None:  # its products are narrow: they have a launch, and a recomputation, of their own
+        run(low_rank_grad, None, weight_grad, bias_grad, accumulate=accumulate, low_rank=True)
+        weight_grad = bias_grad = None
     if hidden_grad is None or hidden_grad.dtype == torch.float32:
         run(hidden_grad, row_index, weight_grad, bias_grad, accumulate=accumulate)
         return
@@ -282,7 +304,10 @@ def dense_stream(
         sums = memory[: (part.stop - first) * row_bytes].view(torch.float32).view(-1, d)
         some = RowGradients(*(None if g is None else g[part] for g in vars(rows).values()))
         count = None if n_rows is None else (n_rows - first).clamp(min=0)
-        tokens = _Stream(hidden[part], head, target[part], lse[part], some, dense, count)
+        some_head = head
+        if head.low_rank is not None:
+            some_head = replace(head, low_rank=replace(head.low_rank, hidden=head.low_rank.hidden[part]))
+        tokens = _Stream(hidden[part], some_head, target[part], lse[part], some, dense, count)
         tokens(sums, None, None, None)
         index = None if row_index is None else row_index[part]
         tokens.round_rows(sums, index, hidden_grad if index is not None else hidden_grad[part])
@@ -302,9 +327,13 @@ class _Stream:
         self.programs = multiprocessors(hidden.device)
 
     def __call__(
-        self, sums, row_index, weight_grad, bias_grad, *, start: int = 0, stop: int | None = None, accumulate=False
-    ) -> None:
-        """dE of all columns from `start` on into `sums`; dC and dbias of those before `stop`."""
+        self, sums, row_index, weight_grad, bias_grad, *, start: int = 0, stop: int | None = None, accumulate=False,
+        low_rank=False,
+    ) -> None:  # fmt: skip
+        """dE of all columns from `start` on into `sums`; dC and dbias of those before `stop`.
+
+        With `low_rank` these are the gradients of the second product's factors.
+        """
         if sums is None and weight_grad is None and bias_grad is None:
             return
         head, rows, device = self.head, self.rows, self.hidden.device
@@ -318,16 +347,22 @@ class _Stream:
         ring = torch.empty(2 * n_blocks * t.block_m * width, dtype=self.dtype, device=device)
         counters = torch.zeros(1 + 2 * slices, dtype=torch.int32, device=device)
         weight = head.weight[start:]
-        h, h_factor = Source(self.hidden, t.block_m, t.block_k), Source(self.hidden, t.block_k, t.block_n)
-        w, w_factor = Source(weight, t.block_n, t.block_k), Source(weight, t.block_k, t.block_n)
+        low_hidden, low_weight, rank = low_rank_arguments(head, slice(start, None))
+        factors = (low_hidden, low_weight) if low_rank else (self.hidden, weight)
+        d_out = factors[0].shape[1]
+        block_d = narrowed(t.block_n, d_out)
+        h, h_factor = Source(self.hidden, t.block_m, t.block_k), Source(factors[0], t.block_k, block_d)
+        w, w_factor = Source(weight, t.block_n, t.block_k), Source(factors[1], t.block_k, block_d)
         dense_stream_kernel[(self.programs,)](
-            self.dense, h.source, w.source, h_factor.source, w_factor.source, _from(head.bias, start), self.scale,
-            _from(head.column_weight, start), self.target, self.lse, rows.softmax, rows.target, rows.softmax_logit,
-            rows.constant, self.unit, self.n_rows, row_index, ring, sums, _from(weight_grad, start),
-            _from(bias_grad, start), counters, counters[1:], counters[1 + slices :], self.n, n_columns,
-            n_columns if stop is None else stop - start, start, n_blocks, h.stride_row, h.stride_col, w.stride_row,
-            w.stride_col, head.softcap or 1.0, D=self.d, HAS_SOFTCAP=head.softcap is not None, ACCUMULATE=accumulate,
-            WIDTH=width, BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k, TMA_HIDDEN=h.tma, TMA_WEIGHT=w.tma,
+            self.dense, h.source, w.source, low_hidden, low_weight, h_factor.source, w_factor.source,
+            _from(head.bias, start), self.scale, _from(head.column_weight, start), self.target, self.lse, rows.softmax,
+            rows.target, rows.softmax_logit, rows.constant, self.unit, self.n_rows, row_index, ring, sums,
+            _from(weight_grad, start), _from(bias_grad, start), counters, counters[1:], counters[1 + slices :],
+            self.n, n_columns, n_columns if stop is None else stop - start, start, n_blocks, h.stride_row,
+            h.stride_col, w.stride_row, w.stride_col, h_factor.stride_row, w_factor.stride_row, head.softcap or 1.0,
+            D=self.d, D_OUT=d_out, RANK=rank, HAS_SOFTCAP=head.softcap is not None, ACCUMULATE=accumulate, WIDTH=width,
+            BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k, BLOCK_D=block_d, TMA_HIDDEN=h.tma,
+            TMA_WEIGHT=w.tma, TMA_HIDDEN_FACTOR=h_factor.tma, TMA_WEIGHT_FACTOR=w_factor.tma,
             DTYPE=TL_DTYPE[self.dtype], PRECISION="ieee", num_warps=t.num_warps, num_stages=t.num_stages,
         )  # fmt: skip
 

@@ -14,7 +14,7 @@ small kernel merges the splits. There are no atomics and no locks: results are b
   (an empty shard, masked ids) end with s = 0 and no NaN.
 - Row blocks behind the `n_rows` that count return at once; how many that is, only the device knows.
 - The tile loop is flattened into the loop over D (`flatten`), so the loads of the next tile are under way while the
-  exponentials of this one are computed.
+  exponentials of this one are computed; not with a low-rank product, see `add_low_rank`.
 
 Optional results cost a pass over the tile's registers each: sum of 2^(x - m) * x for the entropy, the first column
 of the maximum, the weighted sum of logits, marks for the sampled backward.
@@ -37,6 +37,7 @@ from .tiles import (
     TL_DTYPE,
     Source,
     Tile,
+    add_low_rank,
     ceil_div,
     compute_dtype,
     count_rows,
@@ -44,6 +45,7 @@ from .tiles import (
     load_scale,
     load_tile,
     logits_of,
+    low_rank_arguments,
     multiprocessors,
     rows_in_cache,
     scale_tensor,
@@ -54,6 +56,8 @@ from .tiles import (
 def forward_kernel(
     hidden,  # [N, D] descriptor or pointer
     weight,  # [V, D] descriptor or pointer
+    low_hidden_ptr,  # [N, RANK] or None
+    low_weight_ptr,  # [V, RANK] or None
     bias_ptr,  # [V] or None
     scale_ptr,  # [] fp32 or None
     column_weight_ptr,  # [V] or None
@@ -79,6 +83,7 @@ def forward_kernel(
     tiles_per_split,
     n_words,
     D: tl.constexpr,
+    RANK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     LOGIT_SUM: tl.constexpr,
     COIN_BLOCKS: tl.constexpr,
@@ -107,7 +112,7 @@ def forward_kernel(
         lower_bound = tl.load(lower_bound_ptr + rows, mask=counts, other=float("inf")) * LOG2E
     first_tile = split * tiles_per_split
     last_tile = tl.minimum(first_tile + tiles_per_split, tl.cdiv(n_columns, BLOCK_N))
-    for tile in tl.range(first_tile, last_tile, flatten=True):
+    for tile in tl.range(first_tile, last_tile, flatten=RANK == 0):
         column = tile * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in tl.range(0, D, BLOCK_K):
@@ -118,6 +123,10 @@ def forward_kernel(
             acc = tl.dot(h.to(DTYPE), w.to(DTYPE).T, acc, input_precision=PRECISION)
         columns = column + tl.arange(0, BLOCK_N)
         inside = columns < n_columns
+        if low_hidden_ptr is not None:
+            acc = add_low_rank(
+                acc, low_hidden_ptr, low_weight_ptr, rows, counts, columns, inside, RANK, DTYPE, PRECISION
+            )
         bias = None
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -266,13 +275,14 @@ def forward_stats(
         thresholds = coin_thresholds(sampling.seed, sampling.eps, n, head.start, n_columns)
     h = Source(hidden, tile.block_m, tile.block_k)
     w = Source(head.weight, tile.block_n, tile.block_k)
+    low_hidden, low_weight, rank = low_rank_arguments(head)
     forward_kernel[(n_blocks * splits,)](
-        h.source, w.source, head.bias, scale_tensor(head), head.column_weight, n_rows,
+        h.source, w.source, low_hidden, low_weight, head.bias, scale_tensor(head), head.column_weight, n_rows,
         part_max, part_sum, part_expected, part_argmax, part_logit_sum,
         None if sampling is None else sampling.lower_bound, thresholds, bits,
         n, n_columns, h.stride_row, h.stride_col, w.stride_row, w.stride_col, head.softcap or 1.0,
         n_blocks, splits, group or rows_in_cache(n, d, hidden.element_size()), tiles_per_split, n_words,
-        D=d, HAS_SOFTCAP=head.softcap is not None, LOGIT_SUM=logit_sum, COIN_BLOCKS=COIN_BLOCKS,
+        D=d, RANK=rank, HAS_SOFTCAP=head.softcap is not None, LOGIT_SUM=logit_sum, COIN_BLOCKS=COIN_BLOCKS,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         TMA_HIDDEN=h.tma, TMA_WEIGHT=w.tma, DTYPE=TL_DTYPE[dtype], PRECISION="ieee",
         num_warps=tile.num_warps, num_stages=tile.num_stages,

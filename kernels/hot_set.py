@@ -31,6 +31,8 @@ def hot_set_stats(hidden: Tensor, head: Head, target: Tensor, *, n_rows: Tensor 
     for start in range(0, n, MAX_ROWS):
         rows = slice(start, start + MAX_ROWS)
         x = _product(hidden[rows], weight)
+        if head.low_rank is not None:
+            x += _product(head.low_rank.hidden[rows], head.low_rank.weight[hot])
         if bias is not None:
             x += bias
         if isinstance(head.scale, Tensor) or head.scale != 1.0:

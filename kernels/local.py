@@ -20,9 +20,10 @@ from .backward_packed import packed_backward
 from .forward import forward_stats
 from .hot_set import hot_set_stats
 from .marks import marks_shape
-from .problem import Head, HiddenGradReady, LocalStats, Marks, Policy, RowGradients, Sampling
+from .problem import Head, HiddenGradReady, LocalStats, Marks, Policy, RowGradients, Sampling, weight_factors
+from .tiles import compute_dtype as operand_dtype
 
-__all__ = ["hot_set_stats", "local_backward", "local_stats", "marks_shape"]
+__all__ = ["hot_set_stats", "local_backward", "local_stats", "marks_shape", "operand_dtype"]
 
 
 def local_stats(
@@ -59,10 +60,14 @@ def local_backward(
     main_grad: Tensor | None = None,
     hidden_grad_dtype: torch.dtype,
     hidden_grad_ready: HiddenGradReady,
+    hidden_grad: bool = True,
+    low_rank_grad: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dE (handed to `hidden_grad_ready` too), dC or None when main_grad took it, dbias. None policy: not wanted.
 
-    Row i of dE is written to row_index[i], and rows that do not count to nowhere: they are 0.
+    Row i of dE is written to row_index[i], and rows that do not count to nowhere: they are 0. The gradient of
+    `head.low_rank.hidden` is written into `low_rank_grad`, [N, R] fp32 zeros in the order of hidden, before dE is
+    ready; without `hidden_grad` it is all that is computed under hidden_policy.
     """
     if hidden.stride(-1) != 1:
         hidden = hidden.contiguous()
@@ -73,7 +78,7 @@ def local_backward(
     with torch.cuda.device_of(hidden):
         for policy in dict.fromkeys(p for p in (hidden_policy, weight_policy) if p is not None):
             wanted = {
-                "hidden": policy == hidden_policy,
+                "hidden": policy == hidden_policy and hidden_grad,
                 "weight": policy == weight_policy,
                 "bias": bias_grad and policy == bias_policy,
             }
@@ -82,7 +87,7 @@ def local_backward(
             shared: dict[str, Any] = dict(
                 n_rows=n_rows, row_index=row_index, main_grad=main_grad, hidden_grad=wanted["hidden"],
                 weight_grad=wanted["weight"], bias_grad=wanted["bias"], hidden_grad_dtype=hidden_grad_dtype,
-                hidden_grad_ready=hidden_grad_ready,
+                hidden_grad_ready=hidden_grad_ready, low_rank_grad=low_rank_grad if policy == hidden_policy else None,
             )  # fmt: skip
             if policy.kind == "filtered":
                 filtered = _filtered_in_order if policy.sort else _dense
@@ -97,20 +102,21 @@ def local_backward(
 
 def _dense(
     hidden, head: Head, target, lse, rows, *, n_rows, row_index, main_grad, hidden_grad, weight_grad, bias_grad,
-    hidden_grad_dtype, hidden_grad_ready, filter_eps=None,
+    hidden_grad_dtype, hidden_grad_ready, low_rank_grad, filter_eps=None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    device, (n_columns, d) = hidden.device, head.weight.shape
+    device, like = hidden.device, weight_factors(hidden, head)[1]
     # Rows that do not count are never written.
     d_hidden = torch.zeros(hidden.shape, dtype=hidden_grad_dtype, device=device) if hidden_grad else None
     d_weight = None
     if weight_grad and main_grad is None:
         make = torch.empty if hidden.shape[0] else torch.zeros
-        d_weight = make(n_columns, d, dtype=head.weight.dtype, device=device)
-    d_bias = torch.zeros(n_columns, device=device) if bias_grad else None
+        d_weight = make(like.shape, dtype=like.dtype if head.low_rank is None else torch.float32, device=device)
+    d_bias = torch.zeros(len(like), device=device) if bias_grad else None
     dense_backward(
         hidden, head, target, lse, rows, n_rows=n_rows, row_index=row_index, hidden_grad=d_hidden,
         weight_grad=main_grad if weight_grad and main_grad is not None else d_weight, accumulate=main_grad is not None,
-        bias_grad=d_bias, hidden_grad_ready=hidden_grad_ready, storage=d_weight, filter_eps=filter_eps,
+        bias_grad=d_bias, hidden_grad_ready=hidden_grad_ready, storage=d_weight if head.low_rank is None else None,
+        filter_eps=filter_eps, low_rank_grad=low_rank_grad,
     )  # fmt: skip
     return d_hidden, d_weight, d_bias
 
@@ -123,7 +129,10 @@ def _filtered_in_order(
     if n_rows is not None:
         counting = torch.where((torch.arange(len(hidden), device=hidden.device) < n_rows)[:, None], hidden, 0.0)
     mean = counting.sum(0, dtype=torch.float32).to(head.weight.dtype)
-    order = (head.weight @ mean).argsort(descending=True, stable=True)
+    mean_logit = head.weight @ mean
+    if head.low_rank is not None:  # its rows that do not count are 0
+        mean_logit = mean_logit.float() + head.low_rank.weight.float() @ head.low_rank.hidden.float().sum(0)
+    order = mean_logit.argsort(descending=True, stable=True)
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
 
@@ -133,6 +142,8 @@ def _filtered_in_order(
     ordered = replace(
         head, weight=in_order(head.weight), bias=in_order(head.bias), column_weight=in_order(head.column_weight)
     )
+    if head.low_rank is not None:
+        ordered = replace(ordered, low_rank=replace(head.low_rank, weight=head.low_rank.weight[order]))
     moved = torch.where(target >= 0, place[target.clamp(min=0)], -1)
     d_hidden, d_weight, d_bias = _dense(
         hidden, ordered, moved, lse, rows, n_rows=n_rows, main_grad=None, weight_grad=weight_grad, bias_grad=bias_grad,

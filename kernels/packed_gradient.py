@@ -24,7 +24,7 @@ from .pack import (
     PLAN_SPILL,
     PLAN_STORAGE_SHIFT,
 )
-from .tiles import LOG2E
+from .tiles import LOG2E, add_low_rank
 
 
 @triton.jit
@@ -45,6 +45,8 @@ def arena_rows(storage_ptr, extra_ptr, arena, pair):
 def packed_gradient_kernel(
     hidden,  # [N, D] descriptor or pointer
     weight_ptr,  # [V, D]
+    low_hidden_ptr,  # [N, RANK] or None
+    low_weight_ptr,  # [V, RANK] or None
     bias_ptr,  # [V] or None
     target_ptr,  # [N] int64, local columns
     lse_ptr,  # [N]
@@ -70,6 +72,7 @@ def packed_gradient_kernel(
     eps,
     softcap,
     D: tl.constexpr,
+    RANK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     TMA_HIDDEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -124,6 +127,10 @@ def packed_gradient_kernel(
                 else:
                     w = tl.load(weight + k, mask=(offs_k < D - k)[:, None], other=0.0)
                 acc = tl.dot(h.to(dtype), w.to(dtype), acc, input_precision=PRECISION)
+            if low_hidden_ptr is not None:
+                acc = add_low_rank(
+                    acc, low_hidden_ptr, low_weight_ptr, rows, valid, column, inside, RANK, dtype, PRECISION
+                )
             if bias_ptr is not None:
                 acc += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
             x = acc * scale

@@ -22,6 +22,18 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class LowRank:
+    """A second, narrow product: z = scale * (hidden @ weight.T + low_rank.hidden @ low_rank.weight.T + bias).
+
+    Both factors are contiguous and of one dtype, that of the first product's operands or wider. The first weight is
+    frozen then: what is said of dC holds for the gradient of this weight, which is fp32.
+    """
+
+    hidden: Tensor  # [N, R], one row per row of hidden
+    weight: Tensor  # [V_local, R]
+
+
+@dataclass(frozen=True)
 class Head:
     """One rank's rows of the output layer, and how a product becomes a logit."""
 
@@ -31,6 +43,12 @@ class Head:
     softcap: float | None = None
     start: int = 0  # global vocabulary id of row 0
     column_weight: Tensor | None = None  # [V_local] fp32, the columns' share of `RowGradients.constant`; None is 1
+    low_rank: LowRank | None = None
+
+
+def weight_factors(hidden: Tensor, head: Head) -> tuple[Tensor, Tensor]:
+    """(f, w): dC = G.T @ f has the shape of w, the weight that may be trained."""
+    return (hidden, head.weight) if head.low_rank is None else (head.low_rank.hidden, head.low_rank.weight)
 
 
 @dataclass(frozen=True)

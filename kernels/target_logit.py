@@ -11,13 +11,15 @@ import triton.language as tl
 from torch import Tensor
 
 from .problem import Head
-from .tiles import ceil_div, load_scale, logits_of, scale_tensor
+from .tiles import ceil_div, load_scale, logits_of, low_rank_arguments, scale_tensor
 
 
 @triton.jit
 def target_logit_kernel(
     hidden_ptr,  # [N, D]
     weight_ptr,  # [V, D]
+    low_hidden_ptr,  # [N, RANK] or None
+    low_weight_ptr,  # [V, RANK] or None
     bias_ptr,  # [V] or None
     scale_ptr,  # [] fp32 or None
     target_ptr,  # [N * K] int64, -1 for none
@@ -30,6 +32,7 @@ def target_logit_kernel(
     stride_weight_col,
     softcap,
     D: tl.constexpr,
+    RANK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -47,6 +50,14 @@ def target_logit_kernel(
         h = tl.load(hidden + offs_d.to(tl.int64)[None, :] * stride_hidden_col, mask=mask, other=0.0)
         w = tl.load(weight + offs_d.to(tl.int64)[None, :] * stride_weight_col, mask=mask, other=0.0)
         acc += h.to(tl.float32) * w.to(tl.float32)
+    if low_hidden_ptr is not None:
+        for d in range(0, RANK, BLOCK_D):
+            offs_d = d + tl.arange(0, BLOCK_D)
+            mask = exists[:, None] & (offs_d < RANK)[None, :]
+            token = (pairs // per_token).to(tl.int64)
+            h = tl.load(low_hidden_ptr + token[:, None] * RANK + offs_d[None, :], mask=mask, other=0.0)
+            w = tl.load(low_weight_ptr + row[:, None] * RANK + offs_d[None, :], mask=mask, other=0.0)
+            acc += h.to(tl.float32) * w.to(tl.float32)
     bias = None
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + row, mask=exists, other=0.0).to(tl.float32)
@@ -59,9 +70,11 @@ def target_logits(hidden: Tensor, head: Head, target: Tensor) -> Tensor:
     out = torch.zeros(target.shape, dtype=torch.float32, device=hidden.device)
     if out.numel() == 0 or head.weight.shape[0] == 0:
         return out
+    low_hidden, low_weight, rank = low_rank_arguments(head)
     target_logit_kernel[(ceil_div(out.numel(), 4),)](
-        hidden, head.weight, head.bias, scale_tensor(head), target.contiguous(), out, out.numel(),
-        target.shape[1] if target.dim() > 1 else 1, *hidden.stride(), *head.weight.stride(), head.softcap or 1.0,
-        D=hidden.shape[1], HAS_SOFTCAP=head.softcap is not None, BLOCK=4, BLOCK_D=512, num_warps=4,
+        hidden, head.weight, low_hidden, low_weight, head.bias, scale_tensor(head), target.contiguous(), out,
+        out.numel(), target.shape[1] if target.dim() > 1 else 1, *hidden.stride(), *head.weight.stride(),
+        head.softcap or 1.0,
+        D=hidden.shape[1], RANK=rank, HAS_SOFTCAP=head.softcap is not None, BLOCK=4, BLOCK_D=512, num_warps=4,
     )  # fmt: skip
     return out

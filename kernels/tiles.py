@@ -65,6 +65,35 @@ def logits_of(product, bias, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def add_low_rank(
+    product,  # [rows, columns]
+    hidden_ptr,  # [N, RANK]
+    weight_ptr,  # [V, RANK]
+    rows,
+    valid_rows,
+    columns,
+    valid_columns,
+    RANK: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """product + hidden[rows] @ weight[columns].T.
+
+    The tile loop around it must not be flattened: the compiler then fails for sm_100 and spills on sm_90 (Triton 3.6).
+    """
+    BLOCK: tl.constexpr = 16  # wider ones leave the gradient kernel no shared memory for its third stage
+    for k in tl.static_range(0, RANK, BLOCK):
+        offs_k = k + tl.arange(0, BLOCK)
+        inside = offs_k < RANK
+        hidden = hidden_ptr + rows.to(tl.int64)[:, None] * RANK + offs_k[None, :]
+        weight = weight_ptr + columns.to(tl.int64)[None, :] * RANK + offs_k[:, None]
+        h = tl.load(hidden, mask=valid_rows[:, None] & inside[None, :], other=0.0)
+        w = tl.load(weight, mask=valid_columns[None, :] & inside[:, None], other=0.0)
+        product = tl.dot(h.to(DTYPE), w.to(DTYPE), product, input_precision=PRECISION)
+    return product
+
+
+@triton.jit
 def load_scale(scale_ptr):
     """The scale of the logits, or None."""
     scale = None
@@ -162,6 +191,17 @@ def scale_tensor(head: Head) -> Tensor | None:
 def compute_dtype(hidden: Tensor, head: Head) -> torch.dtype:
     """What operands are converted to before a product, tile by tile."""
     return torch.promote_types(hidden.dtype, head.weight.dtype)
+
+
+def narrowed(block: int, width: int) -> int:
+    """A block's extent along a dimension of `width`, at least the 16 of a matrix instruction."""
+    return min(block, max(16, triton.next_power_of_2(width)))
+
+
+def low_rank_arguments(head: Head, columns: slice = slice(None)) -> tuple[Tensor | None, Tensor | None, int]:
+    """(hidden, weight, RANK) of the second product as kernels take it."""
+    low = head.low_rank
+    return (None, None, 0) if low is None else (low.hidden, low.weight[columns], low.hidden.shape[1])
 
 
 TL_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}

@@ -7,6 +7,7 @@
     backward   hidden again, with sequence_parallel      N / T * D * itemsize       all-gather
     backward   dE in fp32                                4 * N * D                  all-reduce, or reduce-scatter
                                                                                     with sequence_parallel
+    backward   da of LoRA in fp32                        4 * r * D                  all-reduce
 
 The statistics are gathered and merged by every rank in rank order, so all ranks hold bitwise the same numbers.
 A gather of 12 * N bytes costs one latency; a MAX followed by a SUM would cost two. Without a group (one rank owns
@@ -60,8 +61,8 @@ def gather_tokens(shard: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return out
 
 
-def sum_scalar(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum of a 0-dim tensor over ranks, in a new tensor."""
+def sum_small(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The sum of a small tensor over ranks, in a new tensor."""
     if group is None:
         return value
     value = value.clone()

@@ -6,9 +6,10 @@ a bound a little above what Triton 3.6.0 and 3.9.0 gave when this was written, s
 
     marks and lists    the forward with marks, every packed kernel, and their fallback
     every option       bias, scale, softcap, entropy, argmax, weighted sum of logits, ignored tokens, class weights
+    low rank           a second pair of factors, of a rank that is no power of two and of one beyond a block
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from aot import SHARED_LIMIT, TARGETS, compile_launches, recorded_launches
 
 import vpcce
 from vpcce.kernels.local import hot_set_stats, local_backward, local_stats
-from vpcce.kernels.problem import Head, Policy, RowGradients, Sampling
+from vpcce.kernels.problem import Head, LowRank, Policy, RowGradients, Sampling
 
 N, V = 256, 1000
 # Bytes, of the common cases and of the others.
@@ -30,6 +31,7 @@ class Case:
     options: bool = False
     main_grad: bool = False
     d: int = 256  # 123: rows that no descriptor can take
+    rank: int = 0
     common: bool = True  # nothing that takes more registers: options, the filter, fp32, an fp32 tile to add to
 
 
@@ -40,6 +42,9 @@ CASES = {
     "odd D": Case(torch.bfloat16, vpcce.exact(), d=123, common=False),
     "odd D, fp32": Case(torch.float32, vpcce.exact(), d=123, common=False),
     "every option": Case(torch.bfloat16, vpcce.exact(), options=True, common=False),
+    "low rank": Case(torch.bfloat16, vpcce.exact(), rank=64, common=False),
+    "low rank, marks and lists": Case(torch.bfloat16, vpcce.sampled(), rank=12, common=False),
+    "low rank, fp32": Case(torch.float32, vpcce.sampled(), rank=64, common=False),
     "filter, fp16": Case(torch.float16, vpcce.filtered(), common=False),
     "fp32": Case(torch.float32, vpcce.exact(), common=False),
     "fp32, marks and lists": Case(torch.float32, vpcce.sampled(), common=False),
@@ -55,6 +60,8 @@ def training_step(case: Case) -> None:
         head = Head(weight, weight[:, 0].clone(), 1.5, 30.0, 0, torch.zeros(V))
         count = torch.tensor([N], dtype=torch.int32)
         rows = RowGradients(per_row, per_row, per_row, per_row)
+    if case.rank:
+        head = replace(head, low_rank=LowRank(hidden[:, : case.rank].contiguous(), weight[:, : case.rank].contiguous()))
     sampling = None
     if case.policy.kind == "sampled":
         hot_set_stats(hidden, head, target, n_rows=count)
@@ -65,6 +72,7 @@ def training_step(case: Case) -> None:
         hidden, head, target, per_row, rows, n_rows=count, row_index=target if case.options else None,
         hidden_policy=case.policy, weight_policy=case.policy, bias_grad=case.options, marks=stats.marks,
         main_grad=torch.zeros(V, case.d) if case.main_grad else None, hidden_grad_dtype=case.dtype,
+        low_rank_grad=torch.zeros(N, case.rank) if case.rank else None,
         hidden_grad_ready=lambda grad: None,
     )  # fmt: skip
 

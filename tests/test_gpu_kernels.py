@@ -86,6 +86,26 @@ def test_accuracy_with_options():
     assert_as_good_as(b, same[2], right[2])
 
 
+@pytest.mark.parametrize("rank", [16, 100])
+@pytest.mark.parametrize("backward, k", [(EXACT, 1.3), (SAMPLED, 4.0)], ids=["exact", "sampled"])
+def test_low_rank(backward, k, rank):
+    """Against PyTorch with the same two products in bf16, a third of the tokens ignored; a draw has more noise."""
+    hidden, weight, _, target = problem(ignored=0.3)
+    weight = weight.detach()
+    g = torch.Generator("cuda").manual_seed(1)
+    a = (torch.randn(rank, D, generator=g, device="cuda") / D**0.5).to(BF16).requires_grad_()
+    b = (torch.randn(V, rank, generator=g, device="cuda") / rank**0.5).to(BF16).requires_grad_()
+    wide = [t.detach().double().requires_grad_() for t in (hidden, a, b)]
+    exact = truth.cross_entropy(wide[0], weight.double() + 0.5 * wide[2] @ wide[1], target)
+    plain = F.cross_entropy((hidden @ weight.T + 0.5 * (hidden @ a.T) @ b.T).float(), target)
+    loss = vpcce.linear_cross_entropy(hidden, weight, target, lora=vpcce.LoRA(a, b, 0.5), backward=backward)
+    assert relative_error(loss.detach(), exact.detach()) < 1e-4
+    right, same, ours = grads_of(exact, *wide), grads_of(plain, hidden, a, b), grads_of(loss, hidden, a, b)
+    for value, yardstick, expected in zip(ours, same, right, strict=True):
+        assert value.dtype == BF16
+        assert_as_good_as(value, yardstick, expected, k)
+
+
 def test_statistics():
     hidden, weight, _, target = problem()
     stats = vpcce.linear_stats(hidden, weight, target, entropy=True, argmax=True, backward=EXACT)

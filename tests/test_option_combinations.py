@@ -18,6 +18,7 @@ SHARED = dict(
     m=st.integers(0, 12), v=st.integers(1, 70), padding=st.sampled_from([0, 0, 9]), d=st.integers(1, 9),
     bias=st.booleans(), softcap=st.sampled_from([None, 0.7, 20.0]), learned=st.booleans(),
     ignored=st.sampled_from([0.0, 0.4, 1.0]), sequence_parallel=st.booleans(), frozen=st.booleans(),
+    lora=st.sampled_from([0, 0, 1, 3]),
 )  # fmt: skip
 LOSS = dict(
     class_weight=st.booleans(), label_smoothing=st.sampled_from([0.0, 0.1, 1.0]), z_loss=st.sampled_from([0.0, 1e-2]),
@@ -30,24 +31,35 @@ few_lists = settings(max_examples=3, database=None, deadline=None, phases=[Phase
 class Example:
     """A head with `padding` rows beyond its `v` ids, one rank's part of it, and the leaves of both."""
 
-    def __init__(self, rank, world, m, v, padding, d, bias, softcap, learned, ignored, sequence_parallel, frozen):
+    def __init__(
+        self, rank, world, m, v, padding, d, bias, softcap, learned, ignored, sequence_parallel, frozen, lora
+    ):  # fmt: skip
         self.n, self.v = m * world, v
+        frozen = frozen or lora > 0
         hidden, weight, offset, target = truth.problem(self.n, v + padding, d, bias=bias, ignored=ignored, seed=m + v)
         self.target = torch.where(target >= 0, target % v, target)
         scale = torch.tensor(0.8, dtype=torch.float64, requires_grad=True) if learned else None
         self.options = dict(softcap=softcap, logit_scale=1.2 if scale is None else scale)
-        self.plain = [hidden, weight[:v], None if offset is None else offset[:v]]
-        self.plain_leaves = [t for t in (hidden, None if frozen else weight, offset, scale) if t is not None]
+        g = torch.Generator().manual_seed(m)
+        a, b = (torch.randn(shape, generator=g, dtype=weight.dtype) for shape in ((lora, d), (v + padding, lora)))
+        a, b = (a.requires_grad_(), b.requires_grad_()) if lora else (None, None)
+        whole = weight if a is None else weight + 0.3 * b @ a
+        self.plain = [hidden, whole[:v], None if offset is None else offset[:v]]
+        leaves = (hidden, None if frozen else weight, offset, b, scale, a)
+        self.plain_leaves = [t for t in leaves if t is not None]
         rows = uneven(rank, world, v + padding)
         self.shard = vpcce.VocabShard(rows.start, rows.stop, v, rows.group)
         self.mine = slice(rank * m, (rank + 1) * m) if sequence_parallel else slice(None)
         self.rows, self.frozen, self.scale = slice(rows.start, rows.stop), frozen, scale
-        part = [hidden[self.mine], weight[self.rows], None if offset is None else offset[self.rows]]
+        part = [hidden[self.mine], weight[self.rows], *(None if t is None else t[self.rows] for t in (offset, b))]
         self.part = [None if t is None else t.detach().clone().requires_grad_() for t in part]
         self.part[1].requires_grad_(not frozen)
-        leaves = (self.part[0], None if frozen else self.part[1], self.part[2], scale)
+        my_a = None if a is None else a.detach().clone().requires_grad_()
+        leaves = (self.part[0], None if frozen else self.part[1], *self.part[2:], scale, my_a)
         self.part_leaves = [t for t in leaves if t is not None]
         self.call = dict(bias=self.part[2], shard=self.shard, sequence_parallel=sequence_parallel, **self.options)
+        if lora:
+            self.call["lora"] = vpcce.LoRA(my_a, self.part[3], 0.3)
 
     def check(self, ours, plain):
         torch.testing.assert_close(ours, plain, rtol=1e-9, atol=1e-9)
@@ -55,7 +67,7 @@ class Example:
         got = list(torch.autograd.grad(ours, self.part_leaves, upstream))
         expected = list(torch.autograd.grad(plain, self.plain_leaves, upstream, retain_graph=True))
         expected[0] = expected[0][self.mine]
-        split = 1 + (not self.frozen) + (self.part[2] is not None)
+        split = 1 + (not self.frozen) + sum(t is not None for t in self.part[2:])
         expected[1:split] = [t[self.rows] for t in expected[1:split]]
         for a, b in zip(got, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)

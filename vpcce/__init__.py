@@ -1,5 +1,6 @@
 """Vocabulary-parallel Cut Cross-Entropy: the loss of a language-model head without its logits."""
 
+from vpcce.lora import LoRA
 from vpcce.loss import LinearStats, linear_cross_entropy, linear_logprobs, linear_stats
 from vpcce.module import LinearCrossEntropy
 from vpcce.parallel.shard import VocabShard
@@ -10,6 +11,7 @@ from vpcce.topk import TopK, linear_topk
 __all__ = [
     "LinearCrossEntropy",
     "LinearStats",
+    "LoRA",
     "TopK",
     "VocabShard",
     "exact",

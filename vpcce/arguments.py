@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vpcce.lora import LoRA, check_lora
 from vpcce.parallel import collectives
 from vpcce.parallel.shard import VocabShard
 from vpcce.policy import exact, resolve
@@ -32,6 +33,7 @@ class Arguments:
     logit_scale: float
     softcap: float | None
     main_grad: Tensor | None
+    lora: LoRA | None
     shape: torch.Size  # of the target the user passed, less a last dimension of K: that of every per-token result
     settings: Settings
 
@@ -56,6 +58,7 @@ def prepare(
     several_ids: bool = False,
     main_grad: Tensor | None = None,
     reduce_hidden_grad: bool = True,
+    lora: LoRA | None = None,
     upstream: str = "",
     refused: Exception | None = None,
 ) -> Arguments:
@@ -82,6 +85,7 @@ def prepare(
         _check_sizes(who, hidden, weight, tokens, bias, shard, collectives.size(group), sequence_parallel)
         _check_options(who, ignore_index, softcap, logit_scale, weight)
         _check_main_grad(who, main_grad, weight)
+        check_lora(who, lora, hidden, weight, main_grad, FLOATS)
         _check_class_weight(who, class_weight, shard.vocab_size, hidden.device)
         policies = resolve(backward, hidden.dtype, hidden.device)
         if per_token is not None:
@@ -94,7 +98,7 @@ def prepare(
         compute = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(compute), weight.to(compute)
     wants_grad = torch.is_grad_enabled() and any(
-        t.requires_grad for t in (hidden, weight, bias, logit_scale) if isinstance(t, Tensor)
+        t.requires_grad for t in (hidden, weight, bias, logit_scale, *(lora or ())) if isinstance(t, Tensor)
     )
     settings = Settings(
         start=shard.start,
@@ -124,6 +128,7 @@ def prepare(
         logit_scale=1.0 if isinstance(logit_scale, Tensor) else logit_scale,
         softcap=softcap,
         main_grad=main_grad,
+        lora=lora if lora is None else lora._replace(scale=float(lora.scale)),
         shape=tokens.shape,
         settings=settings,
     )

@@ -12,16 +12,22 @@ The gradient with respect to a logit x_v of the token, given upstream gradients 
 
 which is `RowGradients` for the backend. dE is summed over ranks in fp32 and rounded once; dC stays on its rank.
 
+A low-rank addition to the head (`vpcce.lora`) is a second pair of factors for the backend; its gradient with respect
+to hidden joins dE before the reduction.
+
 Both directions are custom operators that see only tensors and one string, so torch.compile, CUDA graphs and
 activation checkpointing treat them as they treat a matrix product. The string is a `Settings`: every argument that
 is no tensor. Nothing here waits for the device, except the comparison of settings over ranks at their first use.
 """
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from vpcce import reference
 from vpcce.kernels.problem import Head, Marks, Sampling
+from vpcce.lora import LoRA, described, grad_of_a, low_rank
 from vpcce.parallel import collectives
 from vpcce.row_terms import as_float_bits, from_float_bits, linear_logit_sum, row_gradients
 from vpcce.settings import Settings, check_agreement, decode
@@ -36,8 +42,11 @@ def head_stats_op(
     bias: Tensor | None,  # [stop - start]
     scale: Tensor | None,  # 0-dim; replaces settings.logit_scale
     column_weight: Tensor | None,  # [stop - start]
+    lora_a: Tensor | None,  # [r, D]
+    lora_b: Tensor | None,  # [stop - start, r]
     logit_scale: float,
     softcap: float | None,
+    lora_scale: float,
     settings: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """lse [N], target_logit like target, entropy, logit_sum [N], argmax [N] int64, and the backend's marks and seed.
@@ -53,13 +62,15 @@ def head_stats_op(
             collectives.report_failure(group, error)
         raise
     if how.check:
-        check_agreement(group, how, hidden, weight, target, bias, (logit_scale, softcap))
+        lora = None if lora_a is None else LoRA(lora_a, lora_b, lora_scale)
+        check_agreement(group, how, hidden, weight, target, bias, (logit_scale, softcap), described(lora))
     rows = Rows.select(target, how.ignore_index)
     tokens = rows.take(collectives.gather_tokens(hidden, group if how.sequence_parallel else None))
+    backend = _backend(hidden)
     head = _head(how, weight, bias, logit_scale if scale is None else scale, softcap, column_weight)
+    head = _with_lora(head, backend, tokens, lora_a, lora_b, lora_scale)
     labels = rows.take(target)
     local = local_target(labels, how, rows)
-    backend = _backend(hidden)
 
     sampling = None
     seed = torch.empty(0, dtype=torch.int64, device=hidden.device)
@@ -107,7 +118,9 @@ def head_stats_op(
 
 
 @head_stats_op.register_fake
-def _(hidden, weight, target, bias, scale, column_weight, logit_scale, softcap, settings):
+def _(
+    hidden, weight, target, bias, scale, column_weight, lora_a, lora_b, logit_scale, softcap, lora_scale, settings
+):  # fmt: skip
     how = decode(settings)
     n = target.shape[0]
     dtype = torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
@@ -139,22 +152,27 @@ def head_stats_backward_op(
     bias: Tensor | None,
     scale: Tensor | None,
     column_weight: Tensor | None,
+    lora_a: Tensor | None,
+    lora_b: Tensor | None,
     lse: Tensor,
     entropy: Tensor,
     marks: Tensor,
     seed: Tensor,
     main_grad: Tensor | None,  # [stop - start, D]; dC is added to it
-    needs: str,  # letters of the wanted gradients: h(idden) w(eight) b(ias) s(cale)
+    needs: str,  # letters of the wanted gradients: h(idden) w(eight) b(ias) s(cale), A and B of LoRA
     logit_scale: float,
     softcap: float | None,
+    lora_scale: float,
     settings: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dE, dC, dbias, dscale; empty where not wanted, and dC where it went into main_grad."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dE, dC, dbias, dscale, da, db; empty where not wanted, and dC where it went into main_grad."""
     how = decode(settings)
     group = collectives.resolve(how.group)
     rows = Rows.select(target, how.ignore_index)
     tokens = rows.take(collectives.gather_tokens(hidden, group if how.sequence_parallel else None))
+    backend = _backend(hidden)
     head = _head(how, weight, bias, logit_scale if scale is None else scale, softcap, column_weight)
+    head = _with_lora(head, backend, tokens, lora_a, lora_b, lora_scale)
     lse_rows = rows.take(lse)
     # torch.compile hands over empty gradients for the statistics that were not asked for.
     grads = [
@@ -166,6 +184,9 @@ def head_stats_backward_op(
     upstream = row_gradients(grads, lse_rows, entropy_rows, labels.shape)
     hidden_policy, weight_policy = how.policies
     want_hidden = "h" in needs or "s" in needs
+    low_grad = None
+    if lora_a is not None and (want_hidden or "A" in needs):
+        low_grad = lse.new_zeros(head.low_rank.hidden.shape)
     reduction = collectives.HiddenGradReduction(
         group if "h" in needs and how.reduce_hidden_grad else None, how.sequence_parallel
     )
@@ -174,6 +195,8 @@ def head_stats_backward_op(
     on_device = rows.count is not None  # then the backend itself writes dE in the order of the tokens
 
     def hidden_grad_ready(part: Tensor) -> None:
+        if low_grad is not None:
+            part.addmm_(rows.spread(low_grad) if on_device else low_grad, lora_a.to(part.dtype), alpha=lora_scale)
         if "s" in needs:  # before the reduction consumes the part
             in_order = part[rows.index] if on_device else part
             scale_part.append((in_order.to(lse.dtype) * tokens.to(lse.dtype)).sum())
@@ -183,41 +206,52 @@ def head_stats_backward_op(
     n_valid = how.n_valid
     into = None if main_grad is None else main_grad[:n_valid]
     reduced = group is not None and how.reduce_hidden_grad
-    _, weight_grad, bias_grad = _backend(hidden).local_backward(
+    _, weight_grad, bias_grad = backend.local_backward(
         tokens, head, local_target(labels, how, rows), lse_rows, upstream,
         n_rows=rows.count,
         row_index=rows.index if on_device else None,
-        hidden_policy=hidden_policy if want_hidden else None,
-        weight_policy=weight_policy if "w" in needs else None,
+        hidden_policy=hidden_policy if want_hidden or low_grad is not None else None,
+        weight_policy=weight_policy if "w" in needs or "B" in needs else None,
         bias_grad="b" in needs or ("s" in needs and bias is not None),
         marks=_marks(marks, seed),
         main_grad=into,
-        hidden_grad_dtype=lse.dtype if reduced or "s" in needs else hidden.dtype,
+        hidden_grad_dtype=lse.dtype if reduced or "s" in needs or low_grad is not None else hidden.dtype,
         hidden_grad_ready=hidden_grad_ready,
+        hidden_grad=want_hidden,
+        low_rank_grad=low_grad,
     )  # fmt: skip
+    a_grad = b_grad = None
+    if "A" in needs:
+        a_grad = collectives.sum_small(grad_of_a(low_grad, tokens, lora_scale), group).to(lora_a.dtype)
+    if lora_a is not None:
+        weight_grad, b_grad = None, weight_grad
     hidden_grad = reduction.wait() if "h" in needs else None
     scale_grad = None
     if "s" in needs:
         total = scale_part[0] if bias is None else scale_part[0] + (bias_grad * head.bias.to(bias_grad.dtype)).sum()
-        scale_grad = (collectives.sum_scalar(total, group) / scale.to(lse.dtype)).to(scale.dtype)
+        scale_grad = (collectives.sum_small(total, group) / scale.to(lse.dtype)).to(scale.dtype)
     return (
         hidden.new_empty(0) if hidden_grad is None else hidden_grad.to(hidden.dtype),
         hidden.new_empty(0) if weight_grad is None else _with_padding(weight_grad, weight.shape[0]),
         hidden.new_empty(0) if "b" not in needs else _with_padding(bias_grad.to(bias.dtype), weight.shape[0]),
         hidden.new_empty(0) if scale_grad is None else scale_grad,
+        hidden.new_empty(0) if a_grad is None else a_grad,
+        hidden.new_empty(0) if b_grad is None else _with_padding(b_grad.to(lora_b.dtype), weight.shape[0]),
     )
 
 
 @head_stats_backward_op.register_fake
 def _(
     grad_lse, grad_target_logit, grad_entropy, grad_logit_sum, hidden, weight, target, bias, scale, column_weight,
-    lse, entropy, marks, seed, main_grad, needs, logit_scale, softcap, settings,
+    lora_a, lora_b, lse, entropy, marks, seed, main_grad, needs, logit_scale, softcap, lora_scale, settings,
 ):  # fmt: skip
     return (
         hidden.new_empty(hidden.shape if "h" in needs else 0),
         weight.new_empty(weight.shape if "w" in needs and main_grad is None else 0),
         hidden.new_empty(0) if "b" not in needs else bias.new_empty(bias.shape),
         hidden.new_empty(0) if "s" not in needs else scale.new_empty(()),
+        hidden.new_empty(0) if "A" not in needs else lora_a.new_empty(lora_a.shape),
+        hidden.new_empty(0) if "B" not in needs else lora_b.new_empty(lora_b.shape),
     )
 
 
@@ -237,9 +271,12 @@ class HeadStats(torch.autograd.Function):
     """The two operators as one differentiable function. main_grad is no operand: it only receives."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, target, bias, scale, column_weight, logit_scale, softcap, settings, main_grad):
-        operands = (hidden, weight, target, bias, scale, column_weight)
-        options = (logit_scale, softcap, settings)
+    def forward(
+        ctx, hidden, weight, target, bias, scale, column_weight, lora_a, lora_b, logit_scale, softcap, lora_scale,
+        settings, main_grad,
+    ):  # fmt: skip
+        operands = (hidden, weight, target, bias, scale, column_weight, lora_a, lora_b)
+        options = (logit_scale, softcap, lora_scale, settings)
         with torch.autocast(hidden.device.type, enabled=False):
             output = head_stats_op(*operands, *options)
         lse, _, entropy, _, argmax, marks, seed = output
@@ -253,13 +290,14 @@ class HeadStats(torch.autograd.Function):
     def backward(ctx, grad_lse, grad_target_logit, grad_entropy, grad_logit_sum, *_):
         saved = ctx.saved_tensors
         need = ctx.needs_input_grad
-        needs = "".join(letter for letter, index in (("h", 0), ("w", 1), ("b", 3), ("s", 4)) if need[index])
+        letters = (("h", 0), ("w", 1), ("b", 3), ("s", 4), ("A", 6), ("B", 7))
+        needs = "".join(letter for letter, index in letters if need[index])
         upstream = (grad_lse, grad_target_logit, grad_entropy, grad_logit_sum)
         create_graph = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         with torch.no_grad(), torch.autocast(saved[0].device.type, enabled=False):
             grads = head_stats_backward_op(*upstream, *saved, ctx.main_grad, needs, *ctx.options)
         if create_graph:
-            sources = [t for t in (*upstream, *saved[:2]) if t is not None]
+            sources = [t for t in (*upstream, *saved[:2], *saved[6:8]) if t is not None]
             grads = tuple(_NoSecondDerivative.apply(grad, *sources) for grad in grads)
         into_main = ctx.main_grad is not None
         return (
@@ -268,18 +306,23 @@ class HeadStats(torch.autograd.Function):
             None,
             grads[2] if need[3] else None,
             grads[3] if need[4] else None,
+            None,
+            grads[4] if need[6] else None,
+            grads[5] if need[7] else None,
             *(None,) * 5,
         )
 
 
 def head_stats(
     hidden, weight, target, *, settings: Settings, bias=None, scale=None, column_weight=None, logit_scale=1.0,
-    softcap=None, main_grad=None,
+    softcap=None, main_grad=None, lora=None,
 ):  # fmt: skip
     """Runs `HeadStats` on flattened arguments that `vpcce.arguments` has checked."""
+    a, b, lora_scale = (None, None, 1.0) if lora is None else lora
     return HeadStats.apply(
-        hidden, weight, target, bias, scale, column_weight, logit_scale, softcap, settings.encode(), main_grad
-    )
+        hidden, weight, target, bias, scale, column_weight, a, b, logit_scale, softcap, lora_scale, settings.encode(),
+        main_grad,
+    )  # fmt: skip
 
 
 def _backend(tensor: Tensor):
@@ -310,6 +353,13 @@ def _head(how: Settings, weight, bias, scale, softcap, column_weight) -> Head:
         start=how.start,
         column_weight=None if column_weight is None else column_weight[:n],
     )
+
+
+def _with_lora(head: Head, backend, tokens, a, b, scale) -> Head:
+    if a is None:
+        return head
+    dtype = backend.operand_dtype(tokens, head)
+    return replace(head, low_rank=low_rank(tokens, a, b[: len(head.weight)], scale, dtype))
 
 
 def _lower_bound(backend, tokens, head, local, rows, seed, group) -> tuple[Tensor, Tensor]:

@@ -11,9 +11,9 @@ weights, z-loss, importance ratios) needs no kernel. All functions share their f
     target     [N]             [N]                    same on all T ranks        -                     -
     result     [N] or scalar   [N] or scalar          same on all T ranks
 
-Two small collectives at most run forward and one backward; every rank then holds the same loss and the same dE (or
-its tokens of it), and the gradient of its own rows of the weight. A loss that is the same on all ranks must not be
-averaged over them again.
+Two small collectives at most run forward and one backward, two with LoRA; every rank then holds the same loss and the
+same dE (or its tokens of it), and the gradient of its own rows of the weight. A loss that is the same on all ranks must
+not be averaged over them again.
 """
 
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from vpcce import autograd
 from vpcce.arguments import Arguments, prepare
+from vpcce.lora import LoRA
 from vpcce.parallel.shard import VocabShard
 from vpcce.targets import next_tokens
 
@@ -54,11 +55,13 @@ def linear_stats(
     argmax: bool = False,
     main_grad: Tensor | None = None,
     reduce_hidden_grad: bool = True,
+    lora: LoRA | None = None,
 ) -> LinearStats:
     """Statistics of a language-model head's logits, from which losses are made.
 
     Equals::
 
+        weight = weight + lora.scale * lora.b @ lora.a            # with lora
         logits = logit_scale * (hidden @ weight.T + bias).float()
         logits = softcap * torch.tanh(logits / softcap)          # with a softcap
         lse = logits.logsumexp(-1)
@@ -87,6 +90,8 @@ def linear_stats(
         main_grad: [V_local, D] buffer, fp32 or weight's dtype; the backward adds dC to it in place and weight's own
             gradient stays None, as trainers with fp32 gradient buffers want it.
         reduce_hidden_grad: False leaves dE as this rank's part, for a caller that sums over the ranks itself.
+        lora: a `vpcce.LoRA(a, b, scale)`; the logits are those of a weight + scale * b @ a that is never formed. weight
+            must be frozen, a and b get gradients; a's is summed over the ranks whatever reduce_hidden_grad says.
 
     Raises:
         TypeError, ValueError: arguments that do not fit, on all ranks where ranks disagree.
@@ -97,7 +102,7 @@ def linear_stats(
     call = prepare(
         "linear_stats", hidden, weight, target, bias=bias, shard=shard, ignore_index=ignore_index, softcap=softcap,
         logit_scale=logit_scale, backward=backward, sequence_parallel=sequence_parallel, entropy=entropy, argmax=argmax,
-        several_ids=True, main_grad=main_grad, reduce_hidden_grad=reduce_hidden_grad,
+        several_ids=True, main_grad=main_grad, reduce_hidden_grad=reduce_hidden_grad, lora=lora,
     )  # fmt: skip
     lse, target_logit, entropies, _, ids = _run(call)
     return LinearStats(
@@ -129,11 +134,13 @@ def linear_cross_entropy(
     cu_seqlens: Tensor | None = None,
     main_grad: Tensor | None = None,
     reduce_hidden_grad: bool = True,
+    lora: LoRA | None = None,
 ) -> Any:  # a Tensor; with return_z_loss a pair of them
     """Cross-entropy of a language-model head.
 
     Equals::
 
+        weight = weight + lora.scale * lora.b @ lora.a            # with lora
         logits = logit_scale * (hidden @ weight.T + bias).float()
         logits = softcap * torch.tanh(logits / softcap)          # with a softcap
         F.cross_entropy(logits.flatten(0, -2), target.flatten(), weight=class_weight, ignore_index=ignore_index,
@@ -146,7 +153,7 @@ def linear_cross_entropy(
 
     Args:
         hidden, weight, target, bias, shard, ignore_index, softcap, logit_scale, backward, sequence_parallel,
-            main_grad, reduce_hidden_grad: see `linear_stats`.
+            main_grad, reduce_hidden_grad, lora: see `linear_stats`.
         reduction: "mean" over the tokens that are not ignored, "sum", or "none".
         class_weight: [vocab_size], the same on all ranks; a token's loss is multiplied with its target's weight, and
             "mean" divides by the sum of these. It gets no gradient.
@@ -180,7 +187,7 @@ def linear_cross_entropy(
         who, hidden, weight, target, bias=bias, shard=shard, ignore_index=ignore_index, softcap=softcap,
         logit_scale=logit_scale, backward=backward, sequence_parallel=sequence_parallel,
         logit_sum=label_smoothing > 0, class_weight=class_weight, main_grad=main_grad,
-        reduce_hidden_grad=reduce_hidden_grad, upstream=upstream, refused=refused,
+        reduce_hidden_grad=reduce_hidden_grad, lora=lora, upstream=upstream, refused=refused,
     )  # fmt: skip
     lse, target_logit, _, logit_sum, _ = _run(call)
     share = _target_weight(call)
@@ -209,6 +216,7 @@ def linear_logprobs(
     backward="auto",
     sequence_parallel: bool = False,
     entropy: bool = False,
+    lora: LoRA | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probabilities of the targets, and the entropy of each token's distribution.
 
@@ -228,7 +236,7 @@ def linear_logprobs(
     """
     stats = linear_stats(
         hidden, weight, target, bias=bias, shard=shard, ignore_index=ignore_index, softcap=softcap,
-        logit_scale=logit_scale, backward=backward, sequence_parallel=sequence_parallel, entropy=entropy,
+        logit_scale=logit_scale, backward=backward, sequence_parallel=sequence_parallel, entropy=entropy, lora=lora,
     )  # fmt: skip
     if stats.target_logit.shape == stats.lse.shape:
         logprobs = stats.target_logit - stats.lse
@@ -246,7 +254,7 @@ def _run(call: Arguments):
         smoothed_weight = call.class_weight[how.start : how.start + how.n_valid]
     outputs = autograd.head_stats(
         call.hidden, call.weight, call.target, bias=call.bias, scale=call.scale, column_weight=smoothed_weight,
-        logit_scale=call.logit_scale, softcap=call.softcap, main_grad=call.main_grad, settings=how,
+        logit_scale=call.logit_scale, softcap=call.softcap, main_grad=call.main_grad, settings=how, lora=call.lora,
     )  # fmt: skip
     return outputs[:5]
 

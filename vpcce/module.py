@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from vpcce.lora import LoRA
 from vpcce.loss import REDUCTIONS, linear_cross_entropy
 from vpcce.parallel.shard import VocabShard
 
@@ -11,8 +12,9 @@ from vpcce.parallel.shard import VocabShard
 class LinearCrossEntropy(nn.Module):
     """`linear_cross_entropy` with its options fixed, for code that composes modules.
 
-    Equals ``linear_cross_entropy(hidden, weight, target, bias=bias, cu_seqlens=cu_seqlens, **options)``; the options
-    are that function's keyword arguments. `class_weight` is a buffer that moves with the module and is not saved.
+    Equals ``linear_cross_entropy(hidden, weight, target, bias=bias, cu_seqlens=cu_seqlens, lora=lora, **options)``; the
+    options are that function's keyword arguments. `class_weight` is a buffer that moves with the module and is not
+    saved.
     """
 
     class_weight: Tensor | None
@@ -50,10 +52,12 @@ class LinearCrossEntropy(nn.Module):
         target: Tensor,
         bias: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        lora: LoRA | None = None,
     ) -> Any:  # what the function returns
         return linear_cross_entropy(
-            hidden, weight, target, bias=bias, class_weight=self.class_weight, cu_seqlens=cu_seqlens, **self.options
-        )
+            hidden, weight, target, bias=bias, class_weight=self.class_weight, cu_seqlens=cu_seqlens, lora=lora,
+            **self.options,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from vpcce import sampling
-from vpcce.kernels.problem import Head, HiddenGradReady, LocalStats, Marks, Policy, RowGradients, Sampling
+from vpcce.kernels.problem import (
+    Head,
+    HiddenGradReady,
+    LocalStats,
+    Marks,
+    Policy,
+    RowGradients,
+    Sampling,
+    weight_factors,
+)
 
 # Numbers in one [N, width] block of logits: 8 MiB in fp32.
 BLOCK_NUMEL = 2**21
@@ -33,7 +42,7 @@ def local_stats(
     sampling: Sampling | None = None,
 ) -> LocalStats:
     """max, sum of exp, target logit and what else is asked for, over this shard."""
-    dtype = _accumulate_dtype(hidden, head)
+    dtype = operand_dtype(hidden, head)
     n = hidden.shape[0]
     rows = hidden.to(dtype)
     top = rows.new_full((n,), -torch.inf)
@@ -94,27 +103,36 @@ def local_backward(
     main_grad: Tensor | None = None,
     hidden_grad_dtype: torch.dtype,
     hidden_grad_ready: HiddenGradReady,
+    hidden_grad: bool = True,
+    low_rank_grad: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dE (handed to `hidden_grad_ready` too), dC or None when main_grad took it, dbias. None policy: not wanted."""
-    wide = hidden.to(_accumulate_dtype(hidden, head))
-    hidden_grad = torch.zeros_like(wide) if hidden_policy is not None else None
+    """dE (handed to `hidden_grad_ready` too), dC or None when main_grad took it, dbias. None policy: not wanted.
+
+    The gradient of `head.low_rank.hidden` is added to `low_rank_grad`; without `hidden_grad` it is all that is computed
+    under hidden_policy.
+    """
+    wide = hidden.to(operand_dtype(hidden, head))
+    total = torch.zeros_like(wide) if hidden_policy is not None and hidden_grad else None
+    factor, trained = weight_factors(wide, head)
     weight_grad = main_grad
     if weight_policy is not None and main_grad is None:
-        weight_grad = torch.zeros_like(head.weight, memory_format=torch.contiguous_format)
+        weight_grad = torch.zeros_like(trained, memory_format=torch.contiguous_format)
     column_grad = wide.new_zeros(head.weight.shape[0]) if bias_grad else None
     column_policy = weight_policy or hidden_policy
     for columns, wanted in _passes(hidden, head, hidden_policy, weight_policy):
         part = _Columns(wide, head, target, lse, rows, columns, marks)
-        if hidden_grad is not None and "hidden" in wanted:
-            hidden_grad.addmm_(part.gradient(hidden_policy), head.weight[columns].to(wide.dtype))
+        if total is not None and "hidden" in wanted:
+            total.addmm_(part.gradient(hidden_policy), head.weight[columns].to(wide.dtype))
+        if low_rank_grad is not None and "hidden" in wanted:
+            low_rank_grad.addmm_(part.gradient(hidden_policy), head.low_rank.weight[columns])
         if "weight" in wanted:
             if column_grad is not None:
                 column_grad[columns] = part.gradient(column_policy).sum(0)
             if weight_policy is not None:
-                weight_grad[columns] += part.gradient(weight_policy).T @ wide
-    if hidden_grad is not None:
-        hidden_grad_ready(hidden_grad := hidden_grad.to(hidden_grad_dtype))
-    return hidden_grad, None if weight_policy is None or main_grad is not None else weight_grad, column_grad
+                weight_grad[columns] += part.gradient(weight_policy).T @ factor
+    if total is not None:
+        hidden_grad_ready(total := total.to(hidden_grad_dtype))
+    return total, None if weight_policy is None or main_grad is not None else weight_grad, column_grad
 
 
 class _Columns:
@@ -174,7 +192,7 @@ def _passes(hidden, head: Head, hidden_policy, weight_policy) -> list[tuple[slic
     sorts["weight"] = sorts["hidden"] if weight_policy is None else weight_policy.sort
     if hidden_policy is None:
         sorts["hidden"] = sorts["weight"]
-    order = sampling.column_order(hidden, head.weight) if any(sorts.values()) and n else None
+    order = sampling.column_order(hidden, head) if any(sorts.values()) and n else None
     passes: list[tuple[slice | Tensor, str]] = []
     for sort in sorted(set(sorts.values())):
         wanted = " ".join(name for name in sorts if sorts[name] == sort)
@@ -184,6 +202,8 @@ def _passes(hidden, head: Head, hidden_policy, weight_policy) -> list[tuple[slic
 
 def _logits(wide: Tensor, head: Head, columns: slice | Tensor) -> Tensor:
     x = wide @ head.weight[columns].to(wide.dtype).T
+    if head.low_rank is not None:
+        x.addmm_(head.low_rank.hidden, head.low_rank.weight[columns].T)
     if head.bias is not None:
         x += head.bias[columns].to(wide.dtype)
     if isinstance(head.scale, Tensor) or head.scale != 1.0:
@@ -199,7 +219,8 @@ def _slices(n: int, n_columns: int) -> list[tuple[int, int]]:
     return [(start, min(start + width, n_columns)) for start in range(0, n_columns, width)]
 
 
-def _accumulate_dtype(hidden: Tensor, head: Head) -> torch.dtype:
+def operand_dtype(hidden: Tensor, head: Head) -> torch.dtype:
+    """Of products and of their sums."""
     return torch.float64 if torch.float64 in (hidden.dtype, head.weight.dtype) else torch.float32
 
 

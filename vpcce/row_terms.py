@@ -35,7 +35,12 @@ def linear_logit_sum(tokens: Tensor, head: Head) -> Tensor:
         total += share @ weight
         if head.bias is not None:
             offset += share @ head.bias[rows].to(dtype)
-    return (tokens.to(dtype) @ total + offset) * head.scale
+    x = tokens.to(dtype) @ total + offset
+    if head.low_rank is not None:
+        low = head.low_rank.weight.to(dtype)
+        total = low.sum(0) if head.column_weight is None else head.column_weight.to(dtype) @ low
+        x += head.low_rank.hidden.to(dtype) @ total
+    return x * head.scale
 
 
 def as_float_bits(ids: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,6 +11,8 @@ p round to different sides of the coin.
 import torch
 from torch import Tensor
 
+from vpcce.kernels.problem import Head
+
 ROW_BLOCK = 128  # tokens that share a decision
 COIN_BLOCKS = 4  # row blocks that share a coin
 TILE_COLUMNS = 128
@@ -56,10 +58,12 @@ def filtered_scale(softmax_error: Tensor, eps: float) -> Tensor:
     return tiles.repeat_interleave(TILE_COLUMNS, 1)[:, :n_columns].to(m.dtype)
 
 
-def column_order(hidden: Tensor, weight: Tensor) -> Tensor:
+def column_order(hidden: Tensor, head: Head) -> Tensor:
     """Columns by descending mean logit, so that large entries share tiles (Cut Cross-Entropy, section 4.3)."""
-    mean = hidden.mean(0, dtype=torch.float32).to(weight.dtype)
-    return (weight @ mean).argsort(descending=True, stable=True)
+    mean_logit = head.weight @ hidden.mean(0, dtype=torch.float32).to(head.weight.dtype)
+    if head.low_rank is not None:
+        mean_logit = mean_logit + head.low_rank.weight @ head.low_rank.hidden.mean(0)
+    return mean_logit.argsort(descending=True, stable=True)
 
 
 def scale_columns(grad: Tensor, scale: Tensor) -> Tensor:

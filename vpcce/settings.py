@@ -63,7 +63,7 @@ NAMES = {
 }
 
 
-def check_agreement(group, how: Settings, hidden, weight, target, bias, options) -> None:
+def check_agreement(group, how: Settings, hidden, weight, target, bias, options, lora=None) -> None:
     """Every rank must ask the same question of the same tokens; only the rows of the weight differ."""
     same = how._replace(start=0, stop=0, group="")
     fields = [
@@ -75,6 +75,7 @@ def check_agreement(group, how: Settings, hidden, weight, target, bias, options)
         ("the bias' dtype", None if bias is None else str(bias.dtype)),
         ("vocab_size", how.vocab_size),
         ("logit_scale and softcap", options),
+        ("lora's rank, scale and dtypes", lora),
         *((NAMES.get(name, name), value) for name, value in same._asdict().items() if name != "vocab_size"),
     ]
     config = repr((fields, how.start, how.stop))

@@ -10,6 +10,7 @@ over other ids is then simply left out; divide by the sum first to redistribute 
 import torch
 from torch import Tensor
 
+from vpcce.lora import LoRA
 from vpcce.loss import REDUCTIONS, linear_stats
 from vpcce.parallel.shard import VocabShard
 
@@ -27,11 +28,13 @@ def linear_soft_cross_entropy(
     softcap: float | None = None,
     logit_scale: float | Tensor = 1.0,
     sequence_parallel: bool = False,
+    lora: LoRA | None = None,
 ) -> Tensor:
     """Cross-entropy against a distribution that is given on K ids per token.
 
     Equals::
 
+        weight = weight + lora.scale * lora.b @ lora.a            # with lora
         logits = logit_scale * (hidden @ weight.T + bias).float()
         logits = softcap * torch.tanh(logits / softcap)          # with a softcap
         F.cross_entropy(logits, torch.zeros_like(logits).scatter_add_(-1, ids, probs), reduction=reduction)
@@ -40,7 +43,7 @@ def linear_soft_cross_entropy(
     small collectives at most run forward and one backward, as for `linear_cross_entropy`.
 
     Args:
-        hidden, weight, bias, shard, softcap, logit_scale, sequence_parallel: see `linear_stats`.
+        hidden, weight, bias, shard, softcap, logit_scale, sequence_parallel, lora: see `linear_stats`.
         ids: [..., K] int64 or int32, global ids, K <= 64; the same on all ranks. An id may occur twice.
         probs: [..., K] floats; same on all ranks. They may want a gradient: lse - logit of the id.
         ignore_index: ids that do not count, whatever their probability; a token without any other is ignored.
@@ -65,7 +68,7 @@ def linear_soft_cross_entropy(
         )
     stats = linear_stats(
         hidden, weight, ids, bias=bias, shard=shard, ignore_index=ignore_index, softcap=softcap,
-        logit_scale=logit_scale, sequence_parallel=sequence_parallel,
+        logit_scale=logit_scale, sequence_parallel=sequence_parallel, lora=lora,
     )  # fmt: skip
     kept = torch.ones_like(ids, dtype=torch.bool) if ignore_index is None else ids != ignore_index
     share = torch.where(kept, probs.to(stats.lse.dtype), 0.0)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from vpcce.arguments import Arguments, group_of, prepare, without_dtensors
+from vpcce.kernels.problem import LowRank
+from vpcce.lora import LoRA, described, low_rank
 from vpcce.parallel import collectives
 from vpcce.parallel.shard import VocabShard
 from vpcce.row_terms import as_float_bits, from_float_bits
@@ -43,11 +45,13 @@ def linear_topk(
     softcap: float | None = None,
     logit_scale: float | Tensor = 1.0,
     sequence_parallel: bool = False,
+    lora: LoRA | None = None,
 ) -> TopK:
     """The k most likely next ids and their log-probabilities, without the logits and without a gradient.
 
     Equals::
 
+        weight = weight + lora.scale * lora.b @ lora.a            # with lora
         logits = logit_scale * (hidden @ weight.T + bias).float()
         logits = softcap * torch.tanh(logits / softcap)          # with a softcap
         logprobs, ids = logits.log_softmax(-1).topk(k)
@@ -56,7 +60,7 @@ def linear_topk(
     torch.compile.
 
     Args:
-        hidden, weight, bias, shard, softcap, logit_scale, sequence_parallel: see `vpcce.linear_stats`.
+        hidden, weight, bias, shard, softcap, logit_scale, sequence_parallel, lora: see `vpcce.linear_stats`.
         k: 1 to 64, at most vocab_size.
 
     Returns:
@@ -77,14 +81,15 @@ def linear_topk(
     nothing = torch.zeros((), dtype=torch.int64, device=hidden.device).expand(tokens)
     call = prepare(
         who, hidden, weight, nothing, bias=bias, shard=shard, ignore_index=None, softcap=softcap,
-        logit_scale=logit_scale, backward="auto", sequence_parallel=sequence_parallel,
+        logit_scale=logit_scale, backward="auto", sequence_parallel=sequence_parallel, lora=lora,
     )  # fmt: skip
     how = call.settings
     if k > how.vocab_size:
         raise ValueError(f"{who}: expected k of at most the vocabulary's {how.vocab_size} ids, got {k}")
     group = collectives.resolve(how.group)
     if how.check:
-        check_agreement(group, how, call.hidden, weight, call.target, bias, (call.logit_scale, softcap, k))
+        options = (call.logit_scale, softcap, k)
+        check_agreement(group, how, call.hidden, weight, call.target, bias, options, described(call.lora))
     with torch.autocast(hidden.device.type, enabled=False):
         all_tokens = collectives.gather_tokens(call.hidden, group if how.sequence_parallel else None)
         parts = [_shard_topk(rows, call, k) for rows in all_tokens.split(BLOCK_NUMEL // BLOCK_COLUMNS)]
@@ -104,9 +109,10 @@ def _shard_topk(hidden: Tensor, call: Arguments, k: int) -> tuple[Tensor, Tensor
     values = torch.full((n, k), -torch.inf, dtype=dtype, device=hidden.device)
     ids = torch.full((n, k), how.start, dtype=torch.int64, device=hidden.device)
     lse = values[:, 0]
+    low = None if call.lora is None else low_rank(hidden, *call.lora, dtype)
     for start in range(0, how.n_valid, BLOCK_COLUMNS):
         columns = slice(start, min(start + BLOCK_COLUMNS, how.n_valid))
-        x = _logits(hidden, call, columns, dtype)
+        x = _logits(hidden, call, columns, dtype, low)
         lse = torch.logaddexp(lse, x.logsumexp(1))
         best, place = x.topk(min(k, x.shape[1]), 1)
         values, order = torch.cat([values, best], 1).topk(k, 1)
@@ -114,12 +120,14 @@ def _shard_topk(hidden: Tensor, call: Arguments, k: int) -> tuple[Tensor, Tensor
     return values, ids, lse
 
 
-def _logits(hidden: Tensor, call: Arguments, columns: slice, dtype: torch.dtype) -> Tensor:
+def _logits(hidden: Tensor, call: Arguments, columns: slice, dtype: torch.dtype, low: LowRank | None) -> Tensor:
     weight = call.weight[columns]
     if hidden.is_cuda and hidden.dtype == weight.dtype != dtype:
         x = torch.mm(hidden, weight.T, out_dtype=dtype)  # half precision operands, an fp32 result
     else:
         x = hidden.to(dtype) @ weight.to(dtype).T
+    if low is not None:
+        x.addmm_(low.hidden, low.weight[columns].T)
     if call.bias is not None:
         x += call.bias[columns].to(dtype)
     x *= call.logit_scale if call.scale is None else call.scale.to(dtype)
