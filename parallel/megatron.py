@@ -77,7 +77,7 @@ def install(model: Model, **options: Any) -> Model:
         checks.head(module, layer, chosen)
     for module, layer in heads:
         if isinstance(layer, VocabParallelCCEOutputLayer):
-            layer._vpcce.options, layer._vpcce.agreed = chosen, False
+            layer._vpcce.options = chosen
             continue
         state = _State(chosen)
         module._vpcce = layer._vpcce = state
@@ -126,7 +126,6 @@ class _State:
 
     options: HeadOptions
     labels: Tensor | None = None  # of the call in progress, when it ends in compute_language_model_loss
-    agreed: bool = False  # the ranks have compared their settings; batches of another length need no second look
 
 
 class VocabParallelCCEOutputLayer:
@@ -195,7 +194,7 @@ class VocabParallelCCEOutputLayer:
             got = None if weight is None else list(weight.shape)
             raise ValueError(f"{WHO}: the output layer expected a weight of shape {expected}, got {got}")
         fusion = options.gradient_accumulation_fusion
-        result = fused_loss(
+        return fused_loss(
             input_,
             weight,
             None if layer.skip_bias_add else layer.bias,
@@ -206,8 +205,6 @@ class VocabParallelCCEOutputLayer:
             accumulates=layer.gradient_accumulation_fusion if fusion is None else fusion,
             reduces_hidden_grad=layer.sequence_parallel or not layer.disable_grad_reduce,
         )
-        self._vpcce.agreed = True
-        return result
 
 
 class _DeferringModel:
@@ -280,7 +277,7 @@ def _shard(layer: Any, state: _State) -> VocabShard:
     group, rows, vocab_size = layer.tp_group, layer.output_size_per_partition, state.options.vocab_size
     rank = 0 if group is None else torch.distributed.get_rank(group)
     vocab_size = layer.output_size if vocab_size is None else vocab_size
-    return VocabShard(rank * rows, (rank + 1) * rows, vocab_size, group, check=not state.agreed)
+    return VocabShard(rank * rows, (rank + 1) * rows, vocab_size, group)
 
 
 def _capped(logits: Tensor, options: HeadOptions) -> Tensor:

@@ -37,7 +37,7 @@ def options(given: dict[str, Any]) -> HeadOptions:
     if unknown:
         raise TypeError(f"{WHO}: unknown option {', '.join(unknown)}; expected some of {', '.join(known)}")
     chosen = HeadOptions(**given)
-    resolve(chosen.backward, torch.float32, torch.device("cpu"))
+    resolve(WHO, chosen.backward, torch.float32, torch.device("cpu"))
     if not 0 <= chosen.label_smoothing <= 1:
         raise ValueError(f"{WHO}: label_smoothing must be in [0, 1], got {chosen.label_smoothing}")
     if chosen.softcap is not None and not chosen.softcap > 0:
