@@ -1,7 +1,9 @@
 """Several gloo ranks: results equal one rank's, ranks agree bitwise, collectives are counted, faults are errors."""
 
+import copy
 import dataclasses
 import datetime
+import pickle
 import time
 from unittest import mock
 
@@ -385,6 +387,17 @@ def test_comparison_through_the_store():
     )
     assert left == ["4/0"], "what all ranks have read is removed"
     assert seconds < 0.1, "a known configuration asks nobody"
+
+
+def pickled(rank, world):
+    shard = vpcce.VocabShard.split(8)
+    assert copy.copy(shard) is shard and copy.deepcopy(shard) is shard
+    with pytest.raises(TypeError, match="a shard is pickled without its process group, expected group=None, got"):
+        pickle.dumps(shard)
+
+
+def test_shard_of_a_group_says_why_it_is_not_pickled():
+    run_ranks(2, pickled, 2)
 
 
 def dies(rank, world):

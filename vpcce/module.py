@@ -70,4 +70,7 @@ class LinearCrossEntropy(nn.Module):
         )  # fmt: skip
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        shown = dict(self.options)
+        if not isinstance(self.logit_scale, Tensor):
+            shown["logit_scale"] = self.logit_scale
+        return ", ".join(f"{name}={value!r}" for name, value in shown.items())

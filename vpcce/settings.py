@@ -103,5 +103,6 @@ def _target_fields(target: Tensor, ignore_index: int | None) -> list[tuple[str, 
         return []
     ids = target.flatten()
     ignored = 0 if ignore_index is None else int((ids == ignore_index).sum())
-    checksum = int((ids * torch.arange(1, 2 * ids.numel(), 2, device=ids.device)).sum())  # wraps
+    odd = torch.arange(ids.numel(), device=ids.device) * 2 + 1
+    checksum = int((ids * odd).sum())  # depends on the order, and wraps
     return [("the number of ignored ids", ignored), ("the target (here its checksum)", checksum)]
