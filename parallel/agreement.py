@@ -38,7 +38,10 @@ class _State:
     """What this rank knows of a group's comparisons."""
 
     def __init__(self, group: dist.ProcessGroup):
-        self.store = dist.PrefixStore(f"vpcce/{group.group_name}", _get_default_store())
+        # Groups that share no rank may share a name; and a program may destroy its groups and make them again.
+        name = f"vpcce/{group.group_name}/{dist.get_process_group_ranks(group)[0]}"
+        lives = dist.PrefixStore(name, _get_default_store())
+        self.store = dist.PrefixStore(str(lives.add(f"lives of rank {dist.get_rank(group)}", 1)), lives)
         self.seen: set[str] = set()  # configurations that all ranks agreed on
         self.latest: dict[str, str] = {}  # the fields of the last one
         self.calls = 0
@@ -47,6 +50,12 @@ class _State:
 
 # A group that is destroyed takes its entry with it.
 _states: "weakref.WeakKeyDictionary[dist.ProcessGroup, _State]" = weakref.WeakKeyDictionary()
+
+
+def blocks_host(group: dist.ProcessGroup) -> bool:
+    """Whether collectives make the host wait for the other ranks anyway, so that every call can be compared."""
+    backends = {pair.split(":")[1] for pair in dist.get_backend_config(group).split(",")}
+    return backends == {"gloo"}
 
 
 def is_due(group: dist.ProcessGroup | None, check: bool) -> bool:
@@ -95,7 +104,7 @@ def report_failure(group: dist.ProcessGroup | None, check: bool, error: Exceptio
         return
     state = _next_call(group)
     message = f"{type(error).__name__}: {error}"
-    listened_to = _blocks_host(group) or not state.seen
+    listened_to = blocks_host(group) or not state.seen
     _all_know(group, state, message, False)
     _publish(group, state, message, (), None)
     if listened_to:  # stay until the others have read it: this rank may host the store
@@ -110,14 +119,9 @@ def _next_call(group: dist.ProcessGroup) -> _State:
     return state
 
 
-def _blocks_host(group: dist.ProcessGroup) -> bool:
-    backends = {pair.split(":")[1] for pair in dist.get_backend_config(group).split(",")}
-    return backends == {"gloo"}
-
-
 def _all_know(group: dist.ProcessGroup, state: _State, compared: str, is_known: bool) -> bool:
     """Whether all ranks ask the same and agreed on it before; over NCCL, whether this one did."""
-    if not _blocks_host(group):
+    if not blocks_host(group):
         return is_known
     digest = int.from_bytes(hashlib.blake2b(compared.encode(), digest_size=8).digest(), "big", signed=True)
     mine = torch.tensor([digest, is_known, state.calls], dtype=torch.int64, device="cpu")

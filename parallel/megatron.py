@@ -39,7 +39,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from vpcce.parallel import collectives
+from vpcce.parallel import agreement, collectives
 from vpcce.parallel import megatron_checks as checks
 from vpcce.parallel.deferred import WHO, DeferredLogits, HeadOptions, LayerCall, Request, fused_loss
 from vpcce.parallel.shard import VocabShard
@@ -77,7 +77,7 @@ def install(model: Model, **options: Any) -> Model:
         checks.head(module, layer, chosen)
     for module, layer in heads:
         if isinstance(layer, VocabParallelCCEOutputLayer):
-            layer._vpcce.options = chosen
+            layer._vpcce.options, layer._vpcce.agreed = chosen, False
             continue
         state = _State(chosen)
         module._vpcce = layer._vpcce = state
@@ -126,6 +126,7 @@ class _State:
 
     options: HeadOptions
     labels: Tensor | None = None  # of the call in progress, when it ends in compute_language_model_loss
+    agreed: bool = False  # the ranks have compared their settings once
 
 
 class VocabParallelCCEOutputLayer:
@@ -194,7 +195,7 @@ class VocabParallelCCEOutputLayer:
             got = None if weight is None else list(weight.shape)
             raise ValueError(f"{WHO}: the output layer expected a weight of shape {expected}, got {got}")
         fusion = options.gradient_accumulation_fusion
-        return fused_loss(
+        result = fused_loss(
             input_,
             weight,
             None if layer.skip_bias_add else layer.bias,
@@ -205,6 +206,8 @@ class VocabParallelCCEOutputLayer:
             accumulates=layer.gradient_accumulation_fusion if fusion is None else fusion,
             reduces_hidden_grad=layer.sequence_parallel or not layer.disable_grad_reduce,
         )
+        self._vpcce.agreed = True
+        return result
 
 
 class _DeferringModel:
@@ -277,7 +280,9 @@ def _shard(layer: Any, state: _State) -> VocabShard:
     group, rows, vocab_size = layer.tp_group, layer.output_size_per_partition, state.options.vocab_size
     rank = 0 if group is None else torch.distributed.get_rank(group)
     vocab_size = layer.output_size if vocab_size is None else vocab_size
-    return VocabShard(rank * rows, (rank + 1) * rows, vocab_size, group)
+    # Where comparing is not free, batches of another length need no second look: each would ask the group's store.
+    check = not state.agreed or (group is not None and agreement.blocks_host(group))
+    return VocabShard(rank * rows, (rank + 1) * rows, vocab_size, group, check)
 
 
 def _capped(logits: Tensor, options: HeadOptions) -> Tensor:

@@ -342,6 +342,25 @@ def test_check_itself_is_compared_at_first():
         assert "check must be equal on all ranks of the group, got rank 0: True, rank 1: False" in said
 
 
+def groups_made_again(rank, world):
+    """The store outlives the groups, and holds what was compared in an earlier life of a group of the same name."""
+    said = []
+    for life in range(3):
+        group = dist.new_group([0, 1], backend="gloo", group_desc="tp") if life else dist.group.WORLD
+        time.sleep(0.2 * rank)
+        with (
+            mock.patch.object(type(group), "group_name", "tp"),
+            mock.patch.object(agreement, "blocks_host", lambda group: False),
+        ):
+            agreement.agree(group, [("vocab_size", 8), ("life", life)], (4 * rank, 4 * rank + 4))
+        said.append(len(agreement._states))
+    return said
+
+
+def test_a_new_group_of_an_old_name_is_not_taken_for_the_old_one():
+    assert run_ranks(2, groups_made_again, 2, timeout=30) == [[1, 2, 3]] * 2
+
+
 def without_header(rank, world):
     """What ranks over NCCL do, where only the store is asked: agree once, then rank 1 alone is asked something new."""
     group, said = dist.group.WORLD, []
@@ -357,7 +376,7 @@ def without_header(rank, world):
         except (ValueError, TimeoutError) as fault:
             said.append(f"{type(fault).__name__}: {fault}")
 
-    with mock.patch.object(agreement, "_blocks_host", return_value=False):
+    with mock.patch.object(agreement, "blocks_host", return_value=False):
         agree(16)
         agree(32 + rank)
         agree(32, ValueError("refused") if rank == 1 else None)
@@ -367,8 +386,8 @@ def without_header(rank, world):
         seconds = time.monotonic() - began
         agree(64 if rank == 1 else 16)
     dist.barrier()
-    store = dist.PrefixStore(f"vpcce/{group.group_name}", _get_default_store())
-    left = [key for call in range(1, 7) for key in [f"{call}/{rank}"] if store.check([key])]
+    store = agreement._states[group].store
+    left = [key for key in (f"{call}/{rank}" for call in range(1, 7)) if store.check([key])]
     return said, seconds, left
 
 
