@@ -8,8 +8,8 @@ Collectives of different sizes, or of which one rank knows nothing, hang or abor
     NCCL and others           nothing                               descriptions through the group's store
 
 The 24 bytes are a digest of everything compared, whether the configuration has been agreed on before, and the number
-of the call. Over gloo every rank hears at the same call of a new configuration, of a difference, and of a rank that
-refused its arguments; all raise, and the group remains usable.
+of the call; two processes of one machine need 0.2 ms for them. Over gloo every rank hears at the same call of a new
+configuration, of a difference, and of a rank that refused its arguments; all raise, and the group remains usable.
 
 Over NCCL the host runs ahead of the device, and acting on other ranks' numbers would make it wait at every call. There
 only a configuration's first call is compared, through the store alone: the device is not waited for. A rank that
@@ -17,7 +17,8 @@ meets a new configuration alone, or refuses its arguments alone, after a first a
 group's timeout is over, naming what changed). The others hang in their next collective until the launcher or NCCL's
 own timeout ends them. Nothing is compared while a CUDA graph is captured.
 
-The first call on a group is compared whatever `check` says, so that `check` itself is.
+The first call on a group is compared whatever `check` says, so that `check` itself is. Later nobody hears of a rank
+that turns it off alone, nor of one that was given no shard or group.
 """
 
 import hashlib
