@@ -159,9 +159,7 @@ def test_lines_without_text(line, tmp_path):
     import corpus
 
     (tmp_path / "a.jsonl").write_text('{"text": "x\u2028y"}\n' + line)
-    with pytest.raises(
-        ValueError, match='^data.source: expected an object with a string "text", .* in line 2 of a'
-    ):
+    with pytest.raises(ValueError, match='^data.source: expected an object with a string "text", .* in line 2 of a'):
         list(corpus.documents(str(tmp_path)))
 
 
