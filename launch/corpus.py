@@ -15,8 +15,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import sysconfig
 import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,9 +81,19 @@ def documents(source: str) -> Iterator[tuple[str, str]]:
         if path.suffix != ".jsonl":
             yield name, text
             continue
-        for number, line in enumerate(text.splitlines()):
+        for number, line in enumerate(text.split("\n")):  # JSON strings may hold the other line ends of Unicode
             if line.strip():
-                yield f"{name}:{number}", json.loads(line)["text"]
+                yield f"{name}:{number}", _text_of(line, f"line {number + 1} of {name}")
+
+
+def _text_of(line: str, place: str) -> str:
+    try:
+        text = json.loads(line)["text"]
+    except (ValueError, KeyError, TypeError, IndexError):
+        text = None
+    if not isinstance(text, str):
+        raise ValueError(f'data.source: expected an object with a string "text", got {line[:60]!r} in {place}')
+    return text
 
 
 def is_validation(name: str, percent: int) -> bool:
@@ -101,7 +113,8 @@ def _write(folder: Path, source: str, percent: int, tokenizer: Any) -> None:
         builders[split].add_document(torch.tensor(ids), [len(ids)])
         counts[split] += len(ids)
     if not all(counts.values()):
-        raise ValueError(f"data.source={source!r}: no text for {[s for s, n in counts.items() if not n]}")
+        empty = [split for split, count in counts.items() if not count]
+        raise ValueError(f"data.source: expected text for training and validation, got none for {empty} in {source!r}")
     for split, builder in builders.items():
         builder.finalize(str(folder / f"{split}.idx"))
     (folder / "tokens.json").write_text(json.dumps(counts))
@@ -119,14 +132,25 @@ def prepare(data: Any, tokenizer: Any) -> Path:
         identity.append([(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files if p.is_file()])
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
     folder = Path(data.cache) / f"{data.tokenizer}-{key}"
+    refused = None
     if int(os.environ.get("LOCAL_RANK", "0")) == 0 and not folder.exists():
-        unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
-        _write(unfinished, data.source, data.validation_percent, tokenizer)
+        # A killed run leaves its unfinished folder, and containers on other nodes may have the same process ids.
+        unfinished = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}")
         try:
+            _write(unfinished, data.source, data.validation_percent, tokenizer)
             unfinished.rename(folder)
-        except OSError:  # another node on the same file system was first
-            pass
-    dist.barrier()
+        except ValueError as error:
+            refused = str(error)
+        except OSError:
+            if not folder.exists():  # otherwise another node on the same file system was first
+                raise
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, refused)  # ranks that would wait in vain leave with the same words
+    for refused in everyone:
+        if refused is not None:
+            raise ValueError(refused)
     return folder
 
 

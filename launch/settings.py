@@ -19,6 +19,18 @@ def _one_of(who: str, value: str, valid: tuple[str, ...]) -> None:
         raise ValueError(f"{who}: expected one of {', '.join(valid)}, got {value!r}")
 
 
+def _at_least(lowest: int, section: str, settings: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and value < lowest:
+            raise ValueError(f"{section}.{name}: expected at least {lowest}, got {value}")
+
+
+def _multiple(name: str, value: int, unit_name: str, unit: int) -> None:
+    if value % unit:
+        raise ValueError(f"{name}: expected a multiple of {unit_name} = {unit}, got {value}")
+
+
 @dataclass
 class Model:
     vocab_size: int = 131072  # a multiple of parallelism.tensor
@@ -35,12 +47,22 @@ class Model:
 
     def __post_init__(self) -> None:
         _one_of("model.activation", self.activation, ("swiglu", "geglu", "gelu"))
+        sizes = ("vocab_size", "hidden_size", "ffn_hidden_size", "num_layers", "num_attention_heads", "sequence_length")
+        _at_least(1, "model", self, *sizes, "num_query_groups", "head_dim")
+        heads = self.num_attention_heads
+        if self.head_dim is None:
+            _multiple("model.hidden_size", self.hidden_size, "model.num_attention_heads", heads)
+        if self.num_query_groups is not None:
+            _multiple("model.num_attention_heads", heads, "model.num_query_groups", self.num_query_groups)
 
 
 @dataclass
 class Parallelism:
     tensor: int = 1  # the remaining ranks are data parallel
     sequence: bool = False
+
+    def __post_init__(self) -> None:
+        _at_least(1, "parallelism", self, "tensor")
 
 
 @dataclass
@@ -52,6 +74,8 @@ class Data:
 
     def __post_init__(self) -> None:
         _one_of("data.tokenizer", self.tokenizer, ("tekken", "bytes"))
+        if not 0 < self.validation_percent < 100:
+            raise ValueError(f"data.validation_percent: expected 1 to 99, got {self.validation_percent}")
 
 
 @dataclass
@@ -96,6 +120,9 @@ class Run:
 
     def __post_init__(self) -> None:
         _one_of("run.precision", self.precision, ("fp32", "bf16"))
+        counts = ("steps", "stop_after", "micro_batch", "global_batch", "validation_batches", "timeout_seconds")
+        _at_least(1, "run", self, *counts)
+        _at_least(0, "run", self, "validate_every", "save_every")
 
 
 @dataclass
@@ -108,11 +135,11 @@ class Settings:
     run: Run = field(default_factory=Run)
 
     def __post_init__(self) -> None:
-        if self.model.vocab_size % self.parallelism.tensor:
-            raise ValueError(
-                f"model.vocab_size: expected a multiple of parallelism.tensor = {self.parallelism.tensor}, "
-                f"got {self.model.vocab_size}"
-            )
+        split = ["vocab_size", "num_attention_heads", "ffn_hidden_size"]
+        if self.parallelism.sequence:
+            split.append("sequence_length")
+        for name in split:
+            _multiple(f"model.{name}", getattr(self.model, name), "parallelism.tensor", self.parallelism.tensor)
         if self.loss.implementation == "megatron":
             changed = [
                 name
@@ -133,17 +160,31 @@ def load(config: str, overrides: list[str]) -> Settings:
     Raises:
         ValueError: an unknown config or key (with the valid ones), or a value that does not fit.
     """
-    from omegaconf import OmegaConf
+    import yaml
+    from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
     path = next((p for p in (Path(config), CONFIGS / f"{config}.yaml") if p.is_file()), None)
     if path is None:
         names = ", ".join(sorted(p.stem for p in CONFIGS.glob("*.yaml")))
         raise ValueError(f"config: expected a YAML file or one of {names}, got {config!r}")
+    for override in overrides:
+        if "=" not in override:
+            raise ValueError(f"{override}: expected section.key=value")
     try:
-        merged = OmegaConf.merge(
-            OmegaConf.structured(Settings), OmegaConf.load(path), OmegaConf.from_dotlist(overrides)
-        )
+        read = OmegaConf.load(path)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"config: expected a YAML file, got {config!r}: {_line(error)}") from None
+    if not isinstance(read, DictConfig):
+        raise ValueError(f"config: expected sections with settings, got a list in {config!r}")
+    try:
+        given = OmegaConf.from_dotlist(overrides)
+    except yaml.YAMLError as error:
+        raise ValueError(
+            f"overrides: expected section.key=value, got {' '.join(overrides)!r}: {_line(error)}"
+        ) from None
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Settings), read, given)
         settings: Any = OmegaConf.to_object(merged)
     except ConfigKeyError as error:
         owner = error.object_type if dataclasses.is_dataclass(error.object_type) else Settings
@@ -152,3 +193,8 @@ def load(config: str, overrides: list[str]) -> Settings:
     except OmegaConfBaseException as error:
         raise ValueError(f"{error.full_key or config}: {str(error).splitlines()[0]}") from None
     return settings
+
+
+def _line(error: Exception) -> str:
+    """What YAML's errors spread over several lines."""
+    return " ".join(str(error).split())

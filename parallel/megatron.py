@@ -39,7 +39,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from vpcce.parallel import collectives
+from vpcce.parallel import agreement, collectives
 from vpcce.parallel import megatron_checks as checks
 from vpcce.parallel.deferred import WHO, DeferredLogits, HeadOptions, LayerCall, Request, fused_loss
 from vpcce.parallel.shard import VocabShard
@@ -126,7 +126,7 @@ class _State:
 
     options: HeadOptions
     labels: Tensor | None = None  # of the call in progress, when it ends in compute_language_model_loss
-    agreed: bool = False  # the ranks have compared their settings; batches of another length need no second look
+    agreed: bool = False  # the ranks have compared their settings once
 
 
 class VocabParallelCCEOutputLayer:
@@ -280,7 +280,9 @@ def _shard(layer: Any, state: _State) -> VocabShard:
     group, rows, vocab_size = layer.tp_group, layer.output_size_per_partition, state.options.vocab_size
     rank = 0 if group is None else torch.distributed.get_rank(group)
     vocab_size = layer.output_size if vocab_size is None else vocab_size
-    return VocabShard(rank * rows, (rank + 1) * rows, vocab_size, group, check=not state.agreed)
+    # Where comparing is not free, batches of another length need no second look: each would ask the group's store.
+    check = not state.agreed or (group is not None and agreement.blocks_host(group))
+    return VocabShard(rank * rows, (rank + 1) * rows, vocab_size, group, check)
 
 
 def _capped(logits: Tensor, options: HeadOptions) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vpcce.arguments import check_loss_options, check_options
 from vpcce.parallel.deferred import WHO, HeadOptions
 from vpcce.policy import resolve
 
@@ -37,11 +38,9 @@ def options(given: dict[str, Any]) -> HeadOptions:
     if unknown:
         raise TypeError(f"{WHO}: unknown option {', '.join(unknown)}; expected some of {', '.join(known)}")
     chosen = HeadOptions(**given)
-    resolve(chosen.backward, torch.float32, torch.device("cpu"))
-    if not 0 <= chosen.label_smoothing <= 1:
-        raise ValueError(f"{WHO}: label_smoothing must be in [0, 1], got {chosen.label_smoothing}")
-    if chosen.softcap is not None and not chosen.softcap > 0:
-        raise ValueError(f"{WHO}: softcap must be positive or None, got {chosen.softcap}")
+    resolve(WHO, chosen.backward, torch.float32, torch.device("cpu"))
+    check_options(WHO, chosen.ignore_index, chosen.softcap, 1.0)
+    check_loss_options(WHO, "none", chosen.label_smoothing, chosen.z_loss)
     if not isinstance(chosen.logit_scale, (int, float)) or not chosen.logit_scale > 0:
         raise ValueError(f"{WHO}: logit_scale must be a positive number, got {chosen.logit_scale!r}")
     if chosen.skip_masked_tokens and chosen.ignore_index is None:

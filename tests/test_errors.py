@@ -1,5 +1,7 @@
 """What a user did wrong is said with the function, what was expected and what came."""
 
+import pickle
+
 import pytest
 import torch
 
@@ -7,6 +9,11 @@ import vpcce
 
 HIDDEN, WEIGHT = torch.randn(6, 4), torch.randn(10, 4)
 TARGET = torch.arange(6)
+META = dict(hidden=HIDDEN.to("meta"), weight=WEIGHT.to("meta"), target=TARGET.to("meta"))
+
+
+def packed(bounds):
+    return dict(shift=True, cu_seqlens=torch.tensor(bounds))
 
 
 def loss(hidden=HIDDEN, weight=WEIGHT, target=TARGET, **options):
@@ -30,12 +37,29 @@ def loss(hidden=HIDDEN, weight=WEIGHT, target=TARGET, **options):
         (dict(reduction="avg"), ValueError, "reduction must be one of .*, got 'avg'"),
         (dict(label_smoothing=1.5), ValueError, r"label_smoothing must be in \[0, 1\], got 1.5"),
         (dict(softcap="30"), TypeError, "softcap must be a float or None, got str"),
-        (dict(softcap=0.0), ValueError, "softcap must be positive or None, got 0.0"),
+        (dict(softcap=0.0), ValueError, "softcap must be positive and finite, or None, got 0.0"),
+        (dict(softcap=float("inf")), ValueError, "softcap must be positive and finite, or None, got inf"),
+        (dict(softcap=float("nan")), ValueError, "softcap must be positive and finite, or None, got nan"),
+        (dict(logit_scale=float("nan")), ValueError, "logit_scale must be finite, got nan"),
+        (dict(logit_scale=torch.tensor(2)), ValueError, r"a 0-dim tensor of floats, got shape \[\] of torch.int64"),
+        (dict(label_smoothing="0.1"), TypeError, "label_smoothing must be a float, got str"),
+        (dict(label_smoothing=torch.tensor(0.1)), TypeError, "label_smoothing must be a float, got Tensor"),
+        (dict(z_loss="1e-4"), TypeError, "z_loss must be a float, got str"),
+        (dict(z_loss=float("inf")), ValueError, "z_loss must be finite, got inf"),
+        (dict(ignore_index=2**70), ValueError, "ignore_index must fit into int64, got 1180591620717411303424"),
+        (dict(hidden=HIDDEN[:, :0], weight=WEIGHT[:, :0]), ValueError, r"expected D of at least 1, got .* \[6, 0\]"),
+        (META, ValueError, "expected tensors with data, got hidden on meta"),
+        (packed([0, 3, 7]), ValueError, r"ascend from 0 to the 6 tokens, got \[0, 3, 7\], ending at 7"),
+        (packed([0, 4, 3, 6]), ValueError, r"ascend from 0 to the 6 tokens, got \[0, 4, 3, 6\], ending at 6"),
+        (packed([1, 6]), ValueError, r"ascend from 0 to the 6 tokens, got \[1, 6\], ending at 6"),
+        (dict(hidden=[1.0], shift=True), TypeError, "hidden must be a torch.Tensor, got list"),
+        (dict(main_grad=WEIGHT), ValueError, "main_grad must have memory of its own, got weight's"),
+        (dict(main_grad=WEIGHT.half()), TypeError, "float32, bfloat16 or weight's torch.float32, got torch.float16"),
         (dict(logit_scale="2"), TypeError, "logit_scale must be a float or a 0-dim tensor, got str"),
-        (dict(logit_scale=torch.ones(2)), ValueError, r"a 0-dim tensor on cpu, got shape \[2\]"),
+        (dict(logit_scale=torch.ones(2)), ValueError, r"a 0-dim tensor of floats, got shape \[2\]"),
         (dict(ignore_index=1.5), TypeError, "ignore_index must be an int or None, got float"),
-        (dict(backward="fast"), TypeError, "expected \"auto\", vpcce.exact\\(\\), .* got 'fast'"),
-        (dict(backward=(vpcce.exact(),)), ValueError, r"policy of dC\), got a tuple of 1"),
+        (dict(backward="fast"), TypeError, "^linear_.*: backward must be \"auto\", vpcce.exact\\(\\), .* got 'fast'"),
+        (dict(backward=(vpcce.exact(),)), ValueError, r"^linear_cross_entropy: .* policy of dC\), got a tuple of 1"),
         (dict(shard=(0, 10)), TypeError, "shard must be a vpcce.VocabShard, got tuple"),
         (dict(shard=vpcce.VocabShard(0, 12, 12)), ValueError, r"shard \[0, 12\) owns 12 rows, got a weight of 10 rows"),
         (dict(shard=vpcce.VocabShard(0, 10, 20)), ValueError, "expected an initialised process group, got none"),
@@ -58,7 +82,15 @@ def test_message(arguments, error, message):
         (lambda: vpcce.VocabShard.split(10), ValueError, "expected an initialised process group, got none"),
         (lambda: vpcce.sampled(eps=0.0), ValueError, "sampled: expected 0 < eps <= 1, got 0.0"),
         (lambda: vpcce.filtered(eps="1"), TypeError, "filtered: eps must be a float, got str"),
-        (lambda: vpcce.LinearCrossEntropy(reduction="avg"), ValueError, "reduction must be one of"),
+        (lambda: vpcce.VocabShard(0, 4, 4, check="no"), TypeError, "check must be a bool, got str"),
+        (lambda: vpcce.VocabShard(0, 4, 4, "tp"), TypeError, "group must be a torch.distributed.ProcessGroup or None"),
+        (lambda: vpcce.VocabShard.split("a"), TypeError, "VocabShard.split: vocab_size must be an int, got str"),
+        (lambda: vpcce.VocabShard.split(4.0), TypeError, "VocabShard.split: vocab_size must be an int, got float"),
+        (lambda: vpcce.VocabShard.split(4, "tp"), TypeError, "VocabShard.split: group must be a .*, got str"),
+        (lambda: vpcce.LinearCrossEntropy(reduction="avg"), ValueError, "LinearCrossEntropy: reduction must be one of"),
+        (lambda: vpcce.LinearCrossEntropy(softcap=-1), ValueError, "LinearCrossEntropy: softcap must be positive"),
+        (lambda: vpcce.LinearCrossEntropy(backward="x"), TypeError, "LinearCrossEntropy: backward must be"),
+        (lambda: vpcce.LinearCrossEntropy(z_loss="1"), TypeError, "LinearCrossEntropy: z_loss must be a float"),
     ],
 )
 def test_message_of_constructors(make, error, message):
@@ -69,3 +101,21 @@ def test_message_of_constructors(make, error, message):
 def test_the_function_that_was_called_is_named():
     with pytest.raises(ValueError, match=r"^linear_stats: .* expected a target of 6 ids"):
         vpcce.linear_stats(HIDDEN, WEIGHT, TARGET[:5])
+    with pytest.raises(ValueError, match="^linear_logprobs: target 10 at position 0"):
+        vpcce.linear_logprobs(HIDDEN, WEIGHT, TARGET + 10)
+    with pytest.raises(ValueError, match=r"^linear_soft_cross_entropy: target 10 at position \[0, 0\]"):
+        vpcce.linear_soft_cross_entropy(HIDDEN, WEIGHT, TARGET[:, None] + 10, torch.ones(6, 1))
+    with pytest.raises(ValueError, match="^linear_topk: expected k of at most the vocabulary's 10 ids, got 11"):
+        vpcce.linear_topk(HIDDEN, WEIGHT, 11)
+    with pytest.raises(TypeError, match="^linear_topk: hidden must be a torch.Tensor, got list"):
+        vpcce.linear_topk([1.0], WEIGHT, 1)
+
+
+def test_shard_without_a_group_is_pickled():
+    shard = vpcce.VocabShard(2, 4, 8, check=False)
+    assert pickle.loads(pickle.dumps(shard)) == shard
+
+
+def test_functional_transforms_are_refused():
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(loss)(HIDDEN)

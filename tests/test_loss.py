@@ -302,7 +302,21 @@ def test_module():
     module = vpcce.LinearCrossEntropy(label_smoothing=0.1, reduction="sum")
     expected = vpcce.linear_cross_entropy(hidden, weight, target, bias=bias, label_smoothing=0.1, reduction="sum")
     assert torch.equal(module(hidden, weight, target, bias), expected)
-    assert "label_smoothing=0.1" in repr(module)
+    assert "label_smoothing=0.1" in repr(module) and "logit_scale=1.0" in repr(module)
+
+
+def test_module_owns_its_logit_scale():
+    """A learned one is found by optimisers, and both kinds move and are saved with the module."""
+    hidden, weight, _, target = truth.problem(24, 50, 6)
+    learned = vpcce.LinearCrossEntropy(logit_scale=torch.nn.Parameter(torch.tensor(0.7)))
+    fixed = vpcce.LinearCrossEntropy(logit_scale=torch.tensor(0.7))
+    assert [name for name, _ in learned.named_parameters()] == ["logit_scale"] and not list(fixed.parameters())
+    for module in (learned.double(), fixed.double()):
+        assert module.state_dict()["logit_scale"].dtype == torch.float64
+        expected = truth.cross_entropy(hidden, weight, target, logit_scale=module.logit_scale)
+        torch.testing.assert_close(module(hidden, weight, target), expected)
+    learned(hidden, weight, target).backward()
+    assert learned.logit_scale.grad is not None
 
 
 MEMORY_SCRIPT = """

@@ -1,5 +1,9 @@
 """Several gloo ranks: results equal one rank's, ranks agree bitwise, collectives are counted, faults are errors."""
 
+import copy
+import dataclasses
+import datetime
+import pickle
 import time
 from unittest import mock
 
@@ -8,9 +12,10 @@ import torch
 import torch.distributed as dist
 import truth
 from spawn import run_ranks
+from torch.distributed.distributed_c10d import _get_default_store
 
 import vpcce
-from vpcce.parallel import collectives
+from vpcce.parallel import agreement, collectives
 
 OPTIONS = dict(softcap=20.0, logit_scale=0.7, label_smoothing=0.1, z_loss=1e-3)
 
@@ -124,9 +129,9 @@ def test_learned_scale_has_the_whole_gradient_on_every_rank():
         assert results == pytest.approx([expected.item()] * 2)
 
 
-def count_collectives(rank, world, sequence_parallel, frozen):
+def count_collectives(rank, world, sequence_parallel, frozen, check):
     hidden, weight, _, target = truth.problem(24, 64, 6)
-    shard = vpcce.VocabShard.split(64)
+    shard = dataclasses.replace(vpcce.VocabShard.split(64), check=check)
     part = weight.detach()[shard.start : shard.stop].requires_grad_(not (frozen and rank == 0))
     mine = hidden.detach().view(world, -1, 6)[rank] if sequence_parallel else hidden.detach()
     mine = mine.clone().requires_grad_()
@@ -143,21 +148,22 @@ def count_collectives(rank, world, sequence_parallel, frozen):
     vpcce.linear_cross_entropy(mine, part, target, shard=shard, sequence_parallel=sequence_parallel)  # ranks agree once
     with mock.patch.multiple(collectives, **{n: counting(n, getattr(collectives, n)) for n in names}):
         with mock.patch.object(dist, "all_reduce", counting("all_reduce", dist.all_reduce)):
-            with mock.patch.object(dist, "all_gather_object", counting("object", dist.all_gather_object)):
-                loss = vpcce.linear_cross_entropy(mine, part, target, shard=shard, sequence_parallel=sequence_parallel)
-                forward, calls[:] = list(calls), []
-                loss.backward()
+            loss = vpcce.linear_cross_entropy(mine, part, target, shard=shard, sequence_parallel=sequence_parallel)
+            forward, calls[:] = list(calls), []
+            loss.backward()
     assert part.grad is None or part.requires_grad
     return forward, calls
 
 
+@pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize("frozen", [False, True], ids=["all train", "weight frozen on rank 0"])
-def test_number_of_collectives(frozen):
-    """A rank whose weight is frozen takes part in the same ones, or the others would hang."""
-    for forward, backward in run_ranks(2, count_collectives, 2, False, frozen):
-        assert (forward, backward) == (["_all_gather"], ["all_reduce"])
-    for forward, backward in run_ranks(2, count_collectives, 2, True, frozen):
-        assert (forward, backward) == (["_all_gather"] * 2, ["_all_gather", "_reduce_scatter"])
+def test_number_of_collectives(frozen, check):
+    """A rank whose weight is frozen takes part in the same ones, or the others would hang; the comparison adds one."""
+    compared = ["_all_gather"] if check else []
+    for forward, backward in run_ranks(2, count_collectives, 2, False, frozen, check):
+        assert (forward, backward) == ([*compared, "_all_gather"], ["all_reduce"])
+    for forward, backward in run_ranks(2, count_collectives, 2, True, frozen, check):
+        assert (forward, backward) == ([*compared, *["_all_gather"] * 2], ["_all_gather", "_reduce_scatter"])
 
 
 def unreduced(rank, world):
@@ -219,7 +225,7 @@ def disagree(rank, world, fault):
             "dtype",
             "hidden's dtype must be equal on all ranks of the group, got rank 0: torch.float32, rank 1",
         ),
-        ("option", "logit_scale and softcap must be equal on all ranks"),
+        ("option", "softcap must be equal on all ranks of the group, got rank 0: None, rank 1: 30.0"),
         ("ignored", "ignore_index must be equal on all ranks of the group, got rank 0: -100, rank 1: None"),
         ("reduction", "(reduction, label_smoothing, z_loss, shift) must be equal on all ranks"),
         (
@@ -238,7 +244,7 @@ def test_ranks_that_disagree_get_an_error_not_a_hang(fault, message):
     "fault, message",
     [
         ("refused", "ValueError: linear_cross_entropy: shard [32, 64) owns 32 rows, got a weight of 5 rows"),
-        ("target", "ValueError: vpcce: target 64 at position 0 is outside [0, 64)"),
+        ("target", "ValueError: linear_cross_entropy: target 64 at position 0 is outside [0, 64)"),
         ("ids", "TypeError: linear_cross_entropy: target must hold int64 or int32 vocabulary ids, got torch.float32"),
         ("unknown", "ValueError: linear_cross_entropy: reduction must be one of ('mean', 'sum', 'none'), got 'avg'"),
     ],
@@ -247,6 +253,170 @@ def test_a_rank_that_refuses_its_arguments_tells_the_others(fault, message):
     first, second = run_ranks(2, disagree, 2, fault, timeout=30)
     assert f"another rank of the group refused its arguments: rank 1: {message}" in first
     assert message in second
+
+
+def disagree_later(rank, world, fault):
+    """A valid call, one with a fault on rank 1, and a valid one: the second's errors, and whether the others agree."""
+    v, d = 64, 6
+    generator = torch.Generator().manual_seed(0)
+    shard = vpcce.VocabShard.split(v)
+    hidden = torch.randn(8, d, generator=generator, requires_grad=True)
+    weight = torch.randn(v // world, d, generator=generator, requires_grad=True)
+    scale = torch.tensor(0.7, requires_grad=True)
+    target = torch.arange(8)
+    target[2] = -100
+
+    def call(function=vpcce.linear_cross_entropy, **changed):
+        given = dict(hidden=hidden, weight=weight, target=target, shard=shard, logit_scale=scale) | changed
+        loss = function(**given)
+        loss.sum().backward()
+        return loss.sum().item()
+
+    faults = {
+        "tokens": dict(hidden=hidden[:4], target=target[:4]),
+        "hidden's dtype": dict(hidden=hidden.bfloat16()),
+        "weight's dtype": dict(weight=weight.bfloat16()),
+        "option": dict(softcap=30.0),
+        "reduction": dict(reduction="sum"),
+        "function": dict(function=vpcce.linear_logprobs),
+        "scale": dict(logit_scale=0.7),
+        "frozen scale": dict(logit_scale=scale.detach()),
+        "frozen hidden": dict(hidden=hidden.detach()),
+        "ignored": dict(target=target.where(torch.arange(8) != 5, -100)),
+        "other target": dict(target=target.flip(0)),
+        "out of range": dict(target=target + v),
+        "refused": dict(weight=weight[:5]),
+        "unknown": dict(reduction="avg"),
+        "sequences": dict(shift=True, cu_seqlens=torch.tensor([[0, 8]])),
+        "shard": dict(shard=vpcce.VocabShard(30 * rank, 30 * rank + 32, v)),
+    }
+    losses = [call()]
+    said = "no error"
+    try:
+        call(**(faults[fault] if rank == 1 else {}))
+    except (TypeError, ValueError) as error:
+        said = f"{type(error).__name__}: {error}"
+    losses += [call(), call(softcap=20.0)]  # a known configuration, and a new one
+    return said, losses
+
+
+@pytest.mark.parametrize(
+    "fault, message",
+    [
+        ("tokens", "the number of tokens must be equal on all ranks of the group, got rank 0: 8, rank 1: 4"),
+        ("hidden's dtype", "hidden's dtype must be equal on all ranks"),
+        ("weight's dtype", "weight's dtype must be equal on all ranks"),
+        ("option", "softcap must be equal on all ranks of the group, got rank 0: None, rank 1: 30.0"),
+        ("reduction", "(reduction, label_smoothing, z_loss, shift) must be equal on all ranks"),
+        ("function", "the function that is called must be equal on all ranks"),
+        ("scale", "logit_scale must be equal on all ranks"),
+        ("frozen scale", "whether logit_scale requires a gradient must be equal on all ranks"),
+        ("frozen hidden", "whether hidden requires a gradient must be equal on all ranks"),
+        ("ignored", "the number of ignored ids must be equal on all ranks of the group, got rank 0: 1, rank 1: 2"),
+        ("other target", "the target (here its checksum) must be equal on all ranks"),
+        ("shard", "shards overlap at id 30, expected a tiling of [0, 64)"),
+        ("out of range", "linear_cross_entropy: target 64 at position 0 is outside [0, 64)"),
+        ("refused", "ValueError: linear_cross_entropy: shard [32, 64) owns 32 rows, got a weight of 5 rows"),
+        ("unknown", "linear_cross_entropy: reduction must be one of ('mean', 'sum', 'none'), got 'avg'"),
+        ("sequences", "linear_cross_entropy: expected cu_seqlens of shape [sequences + 1]"),
+    ],
+)
+def test_ranks_that_disagree_after_they_agreed_get_an_error_too(fault, message):
+    """On all ranks; then the group is as it was."""
+    for said, (first, third, _) in run_ranks(2, disagree_later, 2, fault, timeout=30):
+        assert message in said
+        assert third == first
+
+
+def unchecked_on_one_rank(rank, world):
+    shard = dataclasses.replace(vpcce.VocabShard.split(64), check=rank == 0)
+    try:
+        vpcce.linear_cross_entropy(torch.randn(8, 6), torch.randn(32, 6), torch.arange(8), shard=shard)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_check_itself_is_compared_at_first():
+    for said in run_ranks(2, unchecked_on_one_rank, 2, timeout=30):
+        assert "check must be equal on all ranks of the group, got rank 0: True, rank 1: False" in said
+
+
+def groups_made_again(rank, world):
+    """The store outlives the groups, and holds what was compared in an earlier life of a group of the same name."""
+    said = []
+    for life in range(3):
+        group = dist.new_group([0, 1], backend="gloo", group_desc="tp") if life else dist.group.WORLD
+        time.sleep(0.2 * rank)
+        with (
+            mock.patch.object(type(group), "group_name", "tp"),
+            mock.patch.object(agreement, "blocks_host", lambda group: False),
+        ):
+            agreement.agree(group, [("vocab_size", 8), ("life", life)], (4 * rank, 4 * rank + 4))
+        said.append(len(agreement._states))
+    return said
+
+
+def test_a_new_group_of_an_old_name_is_not_taken_for_the_old_one():
+    assert run_ranks(2, groups_made_again, 2, timeout=30) == [[1, 2, 3]] * 2
+
+
+def without_header(rank, world):
+    """What ranks over NCCL do, where only the store is asked: agree once, then rank 1 alone is asked something new."""
+    group, said = dist.group.WORLD, []
+    _get_default_store().set_timeout(datetime.timedelta(seconds=2))
+
+    def agree(n, error=None):
+        try:
+            if error is not None:
+                agreement.report_failure(group, True, error)
+            else:
+                agreement.agree(group, [("vocab_size", 8), ("N", n)], (4 * rank, 4 * rank + 4))
+            said.append("agreed")
+        except (ValueError, TimeoutError) as fault:
+            said.append(f"{type(fault).__name__}: {fault}")
+
+    with mock.patch.object(agreement, "blocks_host", return_value=False):
+        agree(16)
+        agree(32 + rank)
+        agree(32, ValueError("refused") if rank == 1 else None)
+        agree(32)
+        began = time.monotonic()
+        agree(16)
+        seconds = time.monotonic() - began
+        agree(64 if rank == 1 else 16)
+    dist.barrier()
+    store = agreement._states[group].store
+    left = [key for key in (f"{call}/{rank}" for call in range(1, 7)) if store.check([key])]
+    return said, seconds, left
+
+
+def test_comparison_through_the_store():
+    (first, seconds, left), (second, _, _) = run_ranks(2, without_header, 2, timeout=30)
+    assert first[0] == second[0] == "agreed"
+    assert (
+        first[1]
+        == second[1]
+        == "ValueError: vpcce: N must be equal on all ranks of the group, got rank 0: 32, rank 1: 33"
+    )
+    assert "another rank of the group refused its arguments: rank 1: ValueError: refused" in first[2]
+    assert first[3:] == ["agreed"] * 3 and second[3:5] == ["agreed"] * 2
+    assert (
+        "TimeoutError: vpcce: rank 1 changed N from 32 to 64 at call 6 on its group, and ranks [0] did not" in second[5]
+    )
+    assert left == ["4/0"], "what all ranks have read is removed"
+    assert seconds < 0.1, "a known configuration asks nobody"
+
+
+def pickled(rank, world):
+    shard = vpcce.VocabShard.split(8)
+    assert copy.copy(shard) is shard and copy.deepcopy(shard) is shard
+    with pytest.raises(TypeError, match="a shard is pickled without its process group, expected group=None, got"):
+        pickle.dumps(shard)
+
+
+def test_shard_of_a_group_says_why_it_is_not_pickled():
+    run_ranks(2, pickled, 2)
 
 
 def dies(rank, world):

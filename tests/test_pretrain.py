@@ -117,7 +117,15 @@ def test_settings_name_the_valid_ones():
         "runs.steps=3": "runs: no such setting; valid here: model, parallelism, data, optimiser, loss, run",
         "run.steps=many": "run.steps: Value 'many' of type 'str' could not be converted to Integer",
         "loss.backward=half": "loss.backward: expected one of auto, exact, filtered, sampled, got 'half'",
+        "run.steps": "run.steps: expected section.key=value",
+        "run.steps=[1": "overrides: expected section.key=value, got 'run.steps=[1': while parsing",
         "parallelism.tensor=3": "model.vocab_size: expected a multiple of parallelism.tensor = 3, got 131072",
+        "parallelism.tensor=0": "parallelism.tensor: expected at least 1, got 0",
+        "parallelism.tensor=8": "model.num_attention_heads: expected a multiple of parallelism.tensor = 8, got 4",
+        "model.hidden_size=66": "model.hidden_size: expected a multiple of model.num_attention_heads = 4, got 66",
+        "run.micro_batch=0": "run.micro_batch: expected at least 1, got 0",
+        "run.steps=0": "run.steps: expected at least 1, got 0",
+        "data.validation_percent=0": "data.validation_percent: expected 1 to 99, got 0",
     }.items():
         with pytest.raises(ValueError) as caught:
             settings.load("tiny", [override])
@@ -126,6 +134,44 @@ def test_settings_name_the_valid_ones():
         settings.load("gemma2_2b", ["loss.implementation=megatron"])
     with pytest.raises(ValueError, match="one of gemma2_2b, llama3_8b, .*, tiny, got 'huge'"):
         settings.load("huge", [])
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"model: {a: [1\n", "expected a YAML file, got 'some.yaml': while parsing a flow sequence"),
+        (b"- 1\n- 2\n", "expected sections with settings, got a list in 'some.yaml'"),
+        (b"\x7fELF\xd0\x00", "expected a YAML file, got 'some.yaml': 'utf-8' codec can't decode byte 0xd0"),
+    ],
+)
+def test_files_that_are_no_settings(content, message, tmp_path, monkeypatch):
+    import settings
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "some.yaml").write_bytes(content)
+    with pytest.raises(ValueError) as caught:
+        settings.load("some.yaml", [])
+    assert str(caught.value).startswith(f"config: {message}") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("line", ["{'text': 1", '{"txt": "a"}', '["text"]', '{"text": 3}', "7"])
+def test_lines_without_text(line, tmp_path):
+    import corpus
+
+    (tmp_path / "a.jsonl").write_text('{"text": "x\u2028y"}\n' + line)
+    with pytest.raises(ValueError, match='^data.source: expected an object with a string "text", .* in line 2 of a'):
+        list(corpus.documents(str(tmp_path)))
+
+
+@pytest.mark.megatron
+def test_every_rank_ends_with_one_sentence(folder):
+    """One rank of a node reads the text; the others are told what it refused, and nothing unfinished stays."""
+    (folder / "text/more.jsonl").write_text("no json")
+    done = subprocess.run(command("parallelism.tensor=2"), cwd=folder, capture_output=True, text=True, timeout=200)
+    assert done.returncode != 0
+    assert "pretrain_gpt: data.source: expected an object with a string \"text\", got 'no json'" in done.stderr
+    assert "pretrain_gpt.py" not in done.stderr.partition("pretrain_gpt: ")[0], "no traceback"
+    assert not list((folder / "runs/data").glob("*"))
 
 
 def test_documents_and_tokenizers(folder):

@@ -1,9 +1,10 @@
 """From what a user passes to what the operators take: checked, flattened, one dtype under autocast.
 
 Every error names the function that was called, what it expected and what came. A rank that refuses its arguments
-tells the ranks that wait for it, see `vpcce.parallel.collectives.report_failure`.
+tells the ranks that compare theirs with it, see `vpcce.parallel.agreement`.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -11,12 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vpcce.lora import LoRA, check_lora
-from vpcce.parallel import collectives
+from vpcce.parallel import agreement, collectives
 from vpcce.parallel.shard import VocabShard
 from vpcce.policy import exact, resolve
 from vpcce.settings import Settings
 
 MAX_IDS_PER_TOKEN = 64
+REDUCTIONS = ("mean", "sum", "none")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -83,24 +85,29 @@ def prepare(
         per_token = _ids_per_token(who, hidden, target, ranks) if several_ids else None
         tokens = target if per_token is None else target[..., 0]
         _check_sizes(who, hidden, weight, tokens, bias, shard, collectives.size(group), sequence_parallel)
-        _check_options(who, ignore_index, softcap, logit_scale, weight)
+        check_options(who, ignore_index, softcap, logit_scale)
+        if isinstance(logit_scale, Tensor) and logit_scale.device != weight.device:
+            raise ValueError(f"{who}: logit_scale is on {logit_scale.device}, expected weight's {weight.device}")
         _check_main_grad(who, main_grad, weight)
         check_lora(who, lora, hidden, weight, main_grad, FLOATS)
         _check_class_weight(who, class_weight, shard.vocab_size, hidden.device)
-        policies = resolve(backward, hidden.dtype, hidden.device)
+        policies = resolve(who, backward, hidden.dtype, hidden.device)
         if per_token is not None:
             policies = exact(), exact()
     except (TypeError, ValueError) as error:
-        if shard is not None and shard.check and not torch.compiler.is_compiling():
-            collectives.report_failure(group, error)
+        if shard is not None and not torch.compiler.is_compiling():
+            agreement.report_failure(group, shard.check, error)
         raise
     if torch.is_autocast_enabled(hidden.device.type):
         compute = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(compute), weight.to(compute)
-    wants_grad = torch.is_grad_enabled() and any(
-        t.requires_grad for t in (hidden, weight, bias, logit_scale, *(lora or ())) if isinstance(t, Tensor)
+    hidden_grad, weight_grad, bias_grad, scale_grad, *lora_grads = (
+        isinstance(t, Tensor) and t.requires_grad and torch.is_grad_enabled()
+        for t in (hidden, weight, bias, logit_scale, *(() if lora is None else (lora.a, lora.b)))
     )
+    wants_grad = hidden_grad or weight_grad or bias_grad or scale_grad or any(lora_grads)
     settings = Settings(
+        who=who,
         start=shard.start,
         stop=shard.stop,
         vocab_size=shard.vocab_size,
@@ -112,6 +119,10 @@ def prepare(
         argmax=argmax,
         logit_sum=logit_sum,
         marks=wants_grad and any(policy.kind != "exact" for policy in policies),
+        hidden_grad=hidden_grad,
+        scale_grad=scale_grad,
+        lora_grad=any(lora_grads[:1]),
+        gathers_again=wants_grad and sequence_parallel and group is not None,
         reduce_hidden_grad=reduce_hidden_grad,
         upstream=upstream,
         deterministic=torch.are_deterministic_algorithms_enabled(),
@@ -156,6 +167,8 @@ def _check_tensors(who: str, hidden, weight, target, bias) -> None:
             raise TypeError(f"{who}: {name} must be bfloat16, float16, float32 or float64, got {value.dtype}")
     if target.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{who}: target must hold int64 or int32 vocabulary ids, got {target.dtype}")
+    if hidden.device.type == "meta":
+        raise ValueError(f"{who}: expected tensors with data, got hidden on meta")
     if hidden.device.type == "cuda" and torch.float64 in (hidden.dtype, weight.dtype):
         raise TypeError(
             f"{who}: float64 is supported on the CPU only, got hidden {hidden.dtype}, weight {weight.dtype}"
@@ -164,6 +177,8 @@ def _check_tensors(who: str, hidden, weight, target, bias) -> None:
         raise ValueError(
             f"{who}: expected hidden [..., D] and weight [V_local, D], got {_shape(hidden)} and {_shape(weight)}"
         )
+    if hidden.shape[-1] == 0:
+        raise ValueError(f"{who}: expected D of at least 1, got a hidden of {_shape(hidden)}")
 
 
 def _ids_per_token(who: str, hidden: Tensor, target: Tensor, ranks: int) -> int | None:
@@ -179,7 +194,7 @@ def _ids_per_token(who: str, hidden: Tensor, target: Tensor, ranks: int) -> int 
 
 
 def _check_sizes(who, hidden, weight, target, bias, shard: VocabShard, ranks: int, sequence_parallel: bool) -> None:
-    n_tokens = hidden.numel() // hidden.shape[-1] if hidden.shape[-1] else hidden.shape[:-1].numel()
+    n_tokens = hidden.shape[:-1].numel()
     expected = n_tokens * (ranks if sequence_parallel else 1)
     if target.numel() != expected:
         held = f" on each of {ranks} ranks (sequence_parallel)" if sequence_parallel else ""
@@ -201,21 +216,43 @@ def _check_sizes(who, hidden, weight, target, bias, shard: VocabShard, ranks: in
         raise ValueError(f"{who}: expected a bias of shape [{weight.shape[0]}], got {_shape(bias)}")
 
 
-def _check_options(who, ignore_index, softcap, logit_scale, weight: Tensor) -> None:
+def check_options(who: str, ignore_index, softcap, logit_scale) -> None:
+    """Options of the logits and the target, as far as they can be judged without the tensors."""
     if ignore_index is not None and (not isinstance(ignore_index, int) or isinstance(ignore_index, bool)):
         raise TypeError(f"{who}: ignore_index must be an int or None, got {type(ignore_index).__name__}")
-    if softcap is not None and (not isinstance(softcap, (int, float)) or isinstance(softcap, bool)):
-        raise TypeError(f"{who}: softcap must be a float or None, got {type(softcap).__name__}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"{who}: softcap must be positive or None, got {softcap}")
+    if ignore_index is not None and not -(2**63) <= ignore_index < 2**63:
+        raise ValueError(f"{who}: ignore_index must fit into int64, got {ignore_index}")
+    if softcap is not None:
+        _check_number(who, "softcap", softcap, "a float or None")
+        if not 0 < softcap < math.inf:
+            raise ValueError(f"{who}: softcap must be positive and finite, or None, got {softcap}")
     if isinstance(logit_scale, Tensor):
-        if logit_scale.numel() != 1 or logit_scale.dim() != 0 or logit_scale.device != weight.device:
+        if logit_scale.dim() != 0 or logit_scale.dtype not in FLOATS:
             raise ValueError(
-                f"{who}: logit_scale must be a float or a 0-dim tensor on {weight.device}, "
-                f"got shape {_shape(logit_scale)} on {logit_scale.device}"
+                f"{who}: logit_scale must be a float or a 0-dim tensor of floats, "
+                f"got shape {_shape(logit_scale)} of {logit_scale.dtype}"
             )
-    elif not isinstance(logit_scale, (int, float)) or isinstance(logit_scale, bool):
-        raise TypeError(f"{who}: logit_scale must be a float or a 0-dim tensor, got {type(logit_scale).__name__}")
+    else:
+        _check_number(who, "logit_scale", logit_scale, "a float or a 0-dim tensor")
+        if not -math.inf < logit_scale < math.inf:
+            raise ValueError(f"{who}: logit_scale must be finite, got {logit_scale}")
+
+
+def check_loss_options(who: str, reduction, label_smoothing=0.0, z_loss=0.0) -> None:
+    """What a loss does with the statistics."""
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{who}: reduction must be one of {REDUCTIONS}, got {reduction!r}")
+    _check_number(who, "label_smoothing", label_smoothing, "a float")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"{who}: label_smoothing must be in [0, 1], got {label_smoothing}")
+    _check_number(who, "z_loss", z_loss, "a float")
+    if not -math.inf < z_loss < math.inf:
+        raise ValueError(f"{who}: z_loss must be finite, got {z_loss}")
+
+
+def _check_number(who: str, name: str, value, expected: str) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{who}: {name} must be {expected}, got {type(value).__name__}")
 
 
 def _check_main_grad(who: str, main_grad, weight: Tensor) -> None:
@@ -228,8 +265,10 @@ def _check_main_grad(who: str, main_grad, weight: Tensor) -> None:
             f"{who}: expected a contiguous main_grad of shape {_shape(weight)} on {weight.device}, "
             f"got {_shape(main_grad)} on {main_grad.device}, strides {list(main_grad.stride())}"
         )
-    if main_grad.dtype not in FLOATS:
-        raise TypeError(f"{who}: main_grad must be bfloat16, float16, float32 or float64, got {main_grad.dtype}")
+    if main_grad.dtype not in (torch.float32, torch.bfloat16, weight.dtype):
+        raise TypeError(f"{who}: main_grad must be float32, bfloat16 or weight's {weight.dtype}, got {main_grad.dtype}")
+    if not torch.compiler.is_compiling() and main_grad.numel() and main_grad.data_ptr() == weight.data_ptr():
+        raise ValueError(f"{who}: main_grad must have memory of its own, got weight's")
 
 
 def _check_class_weight(who: str, class_weight, vocab_size: int, device: torch.device) -> None:

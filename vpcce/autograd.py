@@ -17,7 +17,8 @@ to hidden joins dE before the reduction.
 
 Both directions are custom operators that see only tensors and one string, so torch.compile, CUDA graphs and
 activation checkpointing treat them as they treat a matrix product. The string is a `Settings`: every argument that
-is no tensor. Nothing here waits for the device, except the comparison of settings over ranks at their first use.
+is no tensor. Nothing here waits for the device, and the host waits for other ranks only where
+`vpcce.parallel.agreement` says so.
 """
 
 from dataclasses import replace
@@ -28,7 +29,7 @@ from torch import Tensor
 from vpcce import reference
 from vpcce.kernels.problem import Head, Marks, Sampling
 from vpcce.lora import LoRA, described, grad_of_a, low_rank
-from vpcce.parallel import collectives
+from vpcce.parallel import agreement, collectives
 from vpcce.row_terms import as_float_bits, from_float_bits, linear_logit_sum, row_gradients
 from vpcce.settings import Settings, check_agreement, decode
 from vpcce.tokens import Rows, check_targets, largest_target_logit, local_target
@@ -58,12 +59,12 @@ def head_stats_op(
     try:
         check_targets(target, how)
     except ValueError as error:
-        if how.check:
-            collectives.report_failure(group, error)
+        agreement.report_failure(group, how.check, error)
         raise
-    if how.check:
-        lora = None if lora_a is None else LoRA(lora_a, lora_b, lora_scale)
-        check_agreement(group, how, hidden, weight, target, bias, (logit_scale, softcap), described(lora))
+    factor = logit_scale if scale is None else f"a tensor of {scale.dtype}"
+    lora = None if lora_a is None else LoRA(lora_a, lora_b, lora_scale)
+    options = [("logit_scale", factor), ("softcap", softcap), ("lora's rank, scale and dtypes", described(lora))]
+    check_agreement(group, how, hidden, weight, target, bias, options)
     rows = Rows.select(target, how.ignore_index)
     tokens = rows.take(collectives.gather_tokens(hidden, group if how.sequence_parallel else None))
     backend = _backend(hidden)

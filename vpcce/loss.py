@@ -22,12 +22,10 @@ import torch
 from torch import Tensor
 
 from vpcce import autograd
-from vpcce.arguments import Arguments, prepare
+from vpcce.arguments import Arguments, check_loss_options, prepare
 from vpcce.lora import LoRA
 from vpcce.parallel.shard import VocabShard
 from vpcce.targets import next_tokens
-
-REDUCTIONS = ("mean", "sum", "none")
 
 
 class LinearStats(NamedTuple):
@@ -87,30 +85,24 @@ def linear_stats(
         backward: "auto", `exact()`, `filtered()`, `sampled()`, or a pair (policy of dE, policy of dC).
         sequence_parallel: hidden is this rank's part of the tokens, split along the first dimension.
         entropy, argmax: compute these too.
-        main_grad: [V_local, D] buffer, fp32 or weight's dtype; the backward adds dC to it in place and weight's own
-            gradient stays None, as trainers with fp32 gradient buffers want it.
+        main_grad: [V_local, D] buffer of its own memory, fp32, bf16 or weight's dtype; the backward adds dC to it in
+            place and weight's own gradient stays None, as trainers with gradient buffers want it.
         reduce_hidden_grad: False leaves dE as this rank's part, for a caller that sums over the ranks itself.
         lora: a `vpcce.LoRA(a, b, scale)`; the logits are those of a weight + scale * b @ a that is never formed. weight
             must be frozen, a and b get gradients; a's is summed over the ranks whatever reduce_hidden_grad says.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit, on all ranks where ranks disagree.
-        RuntimeError: a second derivative is asked for.
+        TypeError, ValueError: arguments that do not fit, on all ranks where ranks disagree, see
+            `vpcce.parallel.agreement`.
+        RuntimeError: a second derivative is asked for, or a transform of torch.func (grad, vmap, ...).
 
     Source: Cut Cross-Entropy (arXiv 2411.09009), algorithms 1 and 2, on vocabulary shards.
     """
-    call = prepare(
+    return stats_of(
         "linear_stats", hidden, weight, target, bias=bias, shard=shard, ignore_index=ignore_index, softcap=softcap,
         logit_scale=logit_scale, backward=backward, sequence_parallel=sequence_parallel, entropy=entropy, argmax=argmax,
-        several_ids=True, main_grad=main_grad, reduce_hidden_grad=reduce_hidden_grad, lora=lora,
+        main_grad=main_grad, reduce_hidden_grad=reduce_hidden_grad, lora=lora,
     )  # fmt: skip
-    lse, target_logit, entropies, _, ids = _run(call)
-    return LinearStats(
-        lse.view(call.shape),
-        target_logit.view(target.shape),
-        entropies.view(call.shape) if entropy else None,
-        ids.view(call.shape) if argmax else None,
-    )
 
 
 def linear_cross_entropy(
@@ -165,8 +157,8 @@ def linear_cross_entropy(
         return_z_loss: return (loss, z) for logging; z is the loss's z-loss part, detached.
         shift: target holds the tokens themselves, and each predicts the next one along target's last dimension. Only
             the targets move; the last position has no label and counts as ignored.
-        cu_seqlens: [B + 1] integers, the sequences' bounds in a flat target of packed sequences; with `shift`, the
-            last token of each has no label.
+        cu_seqlens: [B + 1] integers from 0 to the number of tokens, the sequences' bounds in a flat target of packed
+            sequences; with `shift`, the last token of each has no label. Their values are checked on the CPU only.
 
     Returns:
         fp32 (fp64 for fp64 arguments): a scalar, or the target's shape with reduction "none". Same on all ranks.
@@ -175,18 +167,18 @@ def linear_cross_entropy(
         As `linear_stats`.
     """
     who = "linear_cross_entropy"
-    refused = None
-    if reduction not in REDUCTIONS:
-        refused = ValueError(f"{who}: reduction must be one of {REDUCTIONS}, got {reduction!r}")
-    elif not 0 <= label_smoothing <= 1:
-        refused = ValueError(f"{who}: label_smoothing must be in [0, 1], got {label_smoothing}")
+    refused: Exception | None = None
+    try:
+        check_loss_options(who, reduction, label_smoothing, z_loss)
+        target = next_tokens(who, hidden, target, shift, cu_seqlens, ignore_index, sequence_parallel)
+    except (TypeError, ValueError) as error:
+        refused = error
     # torch.compile may have made symbols of the numbers; then they go uncompared.
     upstream = "" if torch.compiler.is_compiling() else repr((reduction, label_smoothing, z_loss, bool(shift)))
-    target = next_tokens(who, hidden, target, shift, cu_seqlens, ignore_index, sequence_parallel)
     call = prepare(
         who, hidden, weight, target, bias=bias, shard=shard, ignore_index=ignore_index, softcap=softcap,
         logit_scale=logit_scale, backward=backward, sequence_parallel=sequence_parallel,
-        logit_sum=label_smoothing > 0, class_weight=class_weight, main_grad=main_grad,
+        logit_sum=refused is None and label_smoothing > 0, class_weight=class_weight, main_grad=main_grad,
         reduce_hidden_grad=reduce_hidden_grad, lora=lora, upstream=upstream, refused=refused,
     )  # fmt: skip
     lse, target_logit, _, logit_sum, _ = _run(call)
@@ -234,8 +226,8 @@ def linear_logprobs(
         fp32 in the target's shape, or (log-probabilities, entropies) when `entropy` is set; entropies have one value
         per token. Both differentiable.
     """
-    stats = linear_stats(
-        hidden, weight, target, bias=bias, shard=shard, ignore_index=ignore_index, softcap=softcap,
+    stats = stats_of(
+        "linear_logprobs", hidden, weight, target, bias=bias, shard=shard, ignore_index=ignore_index, softcap=softcap,
         logit_scale=logit_scale, backward=backward, sequence_parallel=sequence_parallel, entropy=entropy, lora=lora,
     )  # fmt: skip
     if stats.target_logit.shape == stats.lse.shape:
@@ -245,6 +237,20 @@ def linear_logprobs(
         if ignore_index is not None:
             logprobs = logprobs.masked_fill(target == ignore_index, 0.0)
     return logprobs if stats.entropy is None else (logprobs, stats.entropy)
+
+
+def stats_of(
+    who: str, hidden: Tensor, weight: Tensor, target: Tensor, *, entropy: bool = False, argmax: bool = False, **options
+) -> LinearStats:
+    """`linear_stats` for the function `who`, whose name stands in errors."""
+    call = prepare(who, hidden, weight, target, entropy=entropy, argmax=argmax, several_ids=True, **options)
+    lse, target_logit, entropies, _, ids = _run(call)
+    return LinearStats(
+        lse.view(call.shape),
+        target_logit.view(target.shape),
+        entropies.view(call.shape) if entropy else None,
+        ids.view(call.shape) if argmax else None,
+    )
 
 
 def _run(call: Arguments):

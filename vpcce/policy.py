@@ -75,11 +75,13 @@ def _checked_eps(who: str, eps: float) -> float:
 _EXACT, _SAMPLED = exact(), sampled()
 
 
-def resolve(backward, dtype: torch.dtype, device: torch.device) -> tuple[BackwardPolicy, BackwardPolicy]:
-    """The policies of dE and dC that the argument `backward` stands for."""
+def resolve(who: str, backward, dtype: torch.dtype, device: torch.device) -> tuple[BackwardPolicy, BackwardPolicy]:
+    """The policies of dE and dC that the argument `backward` of `who` stands for."""
     pair = backward if isinstance(backward, tuple) else (backward, backward)
     if len(pair) != 2:
-        raise ValueError(f"backward: expected a policy or (policy of dE, policy of dC), got a tuple of {len(pair)}")
+        raise ValueError(
+            f"{who}: backward must be a policy or (policy of dE, policy of dC), got a tuple of {len(pair)}"
+        )
     half = dtype in (torch.bfloat16, torch.float16)
     auto = _SAMPLED if half and device.type == "cuda" else _EXACT
     resolved = []
@@ -88,7 +90,7 @@ def resolve(backward, dtype: torch.dtype, device: torch.device) -> tuple[Backwar
             policy = auto
         if not isinstance(policy, BackwardPolicy):
             raise TypeError(
-                'backward: expected "auto", vpcce.exact(), vpcce.filtered(), vpcce.sampled() or a pair of them, '
+                f'{who}: backward must be "auto", vpcce.exact(), vpcce.filtered(), vpcce.sampled() or a pair of them, '
                 f"got {policy!r}"
             )
         resolved.append(policy)

@@ -9,13 +9,17 @@ import functools
 from dataclasses import replace
 from typing import NamedTuple
 
-from vpcce.parallel import collectives
+import torch
+from torch import Tensor
+
+from vpcce.parallel import agreement
 from vpcce.policy import BackwardPolicy
 
 
 class Settings(NamedTuple):
     """What a call asks for beyond its tensors; travels through the operators as text."""
 
+    who: str  # the function that was called
     start: int
     stop: int
     vocab_size: int
@@ -27,6 +31,10 @@ class Settings(NamedTuple):
     argmax: bool
     logit_sum: bool
     marks: bool  # a sampled or filtered backward will follow
+    hidden_grad: bool  # these four decide which collectives the backward has
+    scale_grad: bool
+    lora_grad: bool
+    gathers_again: bool
     reduce_hidden_grad: bool
     upstream: str  # what the loss does with the statistics
     deterministic: bool  # torch.use_deterministic_algorithms
@@ -56,27 +64,47 @@ def decode(text: str) -> Settings:
 
 # What a user would call a field.
 NAMES = {
+    "who": "the function that is called",
     "marks": "whether a sampled gradient is wanted",
+    "hidden_grad": "whether hidden requires a gradient",
+    "scale_grad": "whether logit_scale requires a gradient",
+    "lora_grad": "whether lora's a requires a gradient",
+    "gathers_again": "whether anything requires a gradient (with sequence_parallel)",
     "hidden_policy": "the policy of dE",
     "weight_policy": "the policy of dC",
     "upstream": "(reduction, label_smoothing, z_loss, shift)",
 }
 
 
-def check_agreement(group, how: Settings, hidden, weight, target, bias, options, lora=None) -> None:
+def check_agreement(group, how: Settings, hidden, weight, target, bias, options: list[tuple[str, object]]) -> None:
     """Every rank must ask the same question of the same tokens; only the rows of the weight differ."""
-    same = how._replace(start=0, stop=0, group="")
+    if not agreement.is_due(group, how.check):
+        return
+    if not how.check:
+        agreement.agree(group, [("check", False)], None)
+        return
+    same = how._replace(start=0, stop=0, group="")._asdict()
     fields = [
+        *((NAMES.get(name, name), same.pop(name)) for name in ("check", "who")),
         ("the number of tokens", target.shape[0]),
         ("the number of ids per token", target.shape[1:].numel()),
         ("hidden's shape", tuple(hidden.shape)),
-        ("hidden's dtype", str(hidden.dtype)),
-        ("weight's dtype", str(weight.dtype)),
-        ("the bias' dtype", None if bias is None else str(bias.dtype)),
-        ("vocab_size", how.vocab_size),
-        ("logit_scale and softcap", options),
-        ("lora's rank, scale and dtypes", lora),
-        *((NAMES.get(name, name), value) for name, value in same._asdict().items() if name != "vocab_size"),
+        ("hidden's dtype", hidden.dtype),
+        ("hidden's device", hidden.device.type),
+        ("weight's dtype", weight.dtype),
+        ("the bias' dtype", None if bias is None else bias.dtype),
+        *options,
+        *((NAMES.get(name, name), value) for name, value in same.items()),
     ]
-    config = repr((fields, how.start, how.stop))
-    collectives.agree(group, config, fields, (how.start, how.start + how.n_valid))
+    agreement.agree(group, fields, (how.start, how.start + how.n_valid), _target_fields(target, how.ignore_index))
+
+
+def _target_fields(target: Tensor, ignore_index: int | None) -> list[tuple[str, object]]:
+    """What identifies a target, where reading it waits for no device."""
+    if target.device.type != "cpu":
+        return []
+    ids = target.flatten()
+    ignored = 0 if ignore_index is None else int((ids == ignore_index).sum())
+    odd = torch.arange(ids.numel(), device=ids.device) * 2 + 1
+    checksum = int((ids * odd).sum())  # depends on the order, and wraps
+    return [("the number of ignored ids", ignored), ("the target (here its checksum)", checksum)]

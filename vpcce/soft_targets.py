@@ -10,8 +10,9 @@ over other ids is then simply left out; divide by the sum first to redistribute 
 import torch
 from torch import Tensor
 
+from vpcce.arguments import check_loss_options
 from vpcce.lora import LoRA
-from vpcce.loss import REDUCTIONS, linear_stats
+from vpcce.loss import stats_of
 from vpcce.parallel.shard import VocabShard
 
 
@@ -56,19 +57,16 @@ def linear_soft_cross_entropy(
         TypeError, ValueError: as `linear_stats`, and for ids and probs of different shapes.
     """
     who = "linear_soft_cross_entropy"
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"{who}: reduction must be one of {REDUCTIONS}, got {reduction!r}")
-    for name, value in (("ids", ids), ("probs", probs)):
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{who}: {name} must be a torch.Tensor, got {type(value).__name__}")
-    if ids.shape != probs.shape or ids.dim() != hidden.dim():
-        raise ValueError(
-            f"{who}: expected ids and probs of shape [..., K] with a hidden of shape [..., D], "
-            f"got {list(ids.shape)}, {list(probs.shape)} and {list(hidden.shape)}"
-        )
-    stats = linear_stats(
-        hidden, weight, ids, bias=bias, shard=shard, ignore_index=ignore_index, softcap=softcap,
-        logit_scale=logit_scale, sequence_parallel=sequence_parallel, lora=lora,
+    refused: Exception | None = None
+    try:
+        check_loss_options(who, reduction)
+        _check_probs(who, hidden, ids, probs)
+    except (TypeError, ValueError) as error:
+        refused = error
+    stats = stats_of(
+        who, hidden, weight, ids, bias=bias, shard=shard, ignore_index=ignore_index, softcap=softcap,
+        logit_scale=logit_scale, backward="auto", sequence_parallel=sequence_parallel, lora=lora,
+        upstream=repr((reduction,)), refused=refused,
     )  # fmt: skip
     kept = torch.ones_like(ids, dtype=torch.bool) if ignore_index is None else ids != ignore_index
     share = torch.where(kept, probs.to(stats.lse.dtype), 0.0)
@@ -78,3 +76,14 @@ def linear_soft_cross_entropy(
     if reduction == "sum":
         return loss.sum()
     return loss.sum() / kept.any(-1).sum().clamp(min=1)
+
+
+def _check_probs(who: str, hidden, ids, probs) -> None:
+    for name, value in (("hidden", hidden), ("ids", ids), ("probs", probs)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{who}: {name} must be a torch.Tensor, got {type(value).__name__}")
+    if ids.shape != probs.shape or ids.dim() != hidden.dim():
+        raise ValueError(
+            f"{who}: expected ids and probs of shape [..., K] with a hidden of shape [..., D], "
+            f"got {list(ids.shape)}, {list(probs.shape)} and {list(hidden.shape)}"
+        )

@@ -26,15 +26,16 @@ def next_tokens(
     """The labels that `shift` and `cu_seqlens` ask for; `target` itself where shift is off. Never waits for a device.
 
     Raises:
-        TypeError, ValueError: cu_seqlens without shift or beside a target that is not flat, no id to mark the last
-            token with, a flat target that hides where sequences end.
+        TypeError, ValueError: cu_seqlens without shift, beside a target that is not flat, or (on the CPU) that are not
+            its bounds; no id to mark the last token with; a flat target that hides where sequences end.
     """
     if not shift:
         if cu_seqlens is not None:
             raise ValueError(f"{who}: cu_seqlens says where shift stops, expected shift=True, got shift={shift}")
         return target
-    if not isinstance(target, Tensor):
-        raise TypeError(f"{who}: target must be a torch.Tensor, got {type(target).__name__}")
+    for name, value in (("hidden", hidden), ("target", target)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{who}: {name} must be a torch.Tensor, got {type(value).__name__}")
     if ignore_index is None:
         raise ValueError(f"{who}: shift marks the last token of a sequence, expected an ignore_index, got None")
     if cu_seqlens is not None:
@@ -62,9 +63,16 @@ def _shift_packed(who: str, target: Tensor, cu_seqlens: Tensor, ignore_index: in
             f"{who}: expected cu_seqlens of shape [sequences + 1] on {target.device}, "
             f"got {list(cu_seqlens.shape)} on {cu_seqlens.device}"
         )
-    flat = target.flatten()
     if max(target.shape, default=0) != target.numel():
         raise ValueError(f"{who}: cu_seqlens belongs to a flat target, got {list(target.shape)}")
+    if target.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere it would wait for the device
+        first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+        if first != 0 or last != target.numel() or (cu_seqlens.diff() < 0).any():
+            raise ValueError(
+                f"{who}: expected cu_seqlens that ascend from 0 to the {target.numel()} tokens, "
+                f"got {cu_seqlens[:8].tolist()}{'...' if cu_seqlens.shape[0] > 8 else ''}, ending at {last}"
+            )
+    flat = target.flatten()
     if not flat.numel():
         return target
     label = flat.roll(-1)

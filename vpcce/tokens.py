@@ -60,12 +60,12 @@ def check_targets(target: Tensor, how: Settings) -> None:
         valid |= target == how.ignore_index
     ignored = "" if how.ignore_index is None else f" and is not ignore_index {how.ignore_index}"
     if target.device.type != "cpu":
-        torch._assert_async(valid.all(), f"vpcce: a target is outside [0, {how.vocab_size}){ignored}")
+        torch._assert_async(valid.all(), f"{how.who}: a target is outside [0, {how.vocab_size}){ignored}")
     elif not valid.all():
         place = (~valid).nonzero()[0].tolist()
         position = place[0] if target.dim() == 1 else place
         raise ValueError(
-            f"vpcce: target {target[tuple(place)].item()} at position {position} is outside "
+            f"{how.who}: target {target[tuple(place)].item()} at position {position} is outside "
             f"[0, {how.vocab_size}){ignored}"
         )
 

@@ -9,7 +9,7 @@ per token. The product itself dominates, so there is no kernel here: torch.topk 
     logits, ids     [N, k]               one all-gather of (2 k + 1) * 4 * N bytes per rank
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,26 +70,24 @@ def linear_topk(
         TypeError, ValueError: arguments that do not fit.
     """
     who = "linear_topk"
-    if not isinstance(k, int) or isinstance(k, bool):
-        raise TypeError(f"{who}: k must be an int, got {type(k).__name__}")
-    if not 1 <= k <= MAX_K:
-        raise ValueError(f"{who}: expected 1 <= k <= {MAX_K}, got {k}")
     hidden, weight, bias, shard = without_dtensors(who, hidden, weight, None, bias, shard)
-    tokens = hidden.shape[:-1]
-    if sequence_parallel and shard is not None:
-        tokens = torch.Size([tokens.numel() * collectives.size(group_of(who, shard))])
-    nothing = torch.zeros((), dtype=torch.int64, device=hidden.device).expand(tokens)
+    refused: Exception | None = None
+    nothing: Any = None
+    try:
+        _check_k(who, k, weight, shard)
+        nothing = _no_target(who, hidden, shard, sequence_parallel)
+    except (TypeError, ValueError) as error:
+        refused = error
     call = prepare(
         who, hidden, weight, nothing, bias=bias, shard=shard, ignore_index=None, softcap=softcap,
-        logit_scale=logit_scale, backward="auto", sequence_parallel=sequence_parallel, lora=lora,
+        logit_scale=logit_scale, backward="auto", sequence_parallel=sequence_parallel, lora=lora, refused=refused,
     )  # fmt: skip
-    how = call.settings
-    if k > how.vocab_size:
-        raise ValueError(f"{who}: expected k of at most the vocabulary's {how.vocab_size} ids, got {k}")
+    how, tokens = call.settings, call.shape
     group = collectives.resolve(how.group)
-    if how.check:
-        options = (call.logit_scale, softcap, k)
-        check_agreement(group, how, call.hidden, weight, call.target, bias, options, described(call.lora))
+    factor = call.logit_scale if call.scale is None else f"a tensor of {call.scale.dtype}"
+    lora_fields = ("lora's rank, scale and dtypes", described(call.lora))
+    options = [("logit_scale", factor), ("softcap", softcap), ("k", k), lora_fields]
+    check_agreement(group, how, call.hidden, weight, call.target, bias, options)
     with torch.autocast(hidden.device.type, enabled=False):
         all_tokens = collectives.gather_tokens(call.hidden, group if how.sequence_parallel else None)
         parts = [_shard_topk(rows, call, k) for rows in all_tokens.split(BLOCK_NUMEL // BLOCK_COLUMNS)]
@@ -100,6 +98,28 @@ def linear_topk(
     chosen = from_float_bits(ranks[:, k : 2 * k].flatten(0, 1)).gather(0, place)
     logprobs = (best - ranks[:, -1].logsumexp(0)).clamp(max=0.0)
     return TopK(logprobs.T.reshape(*tokens, k), chosen.T.reshape(*tokens, k))
+
+
+def _check_k(who: str, k, weight, shard) -> None:
+    if not isinstance(k, int) or isinstance(k, bool):
+        raise TypeError(f"{who}: k must be an int, got {type(k).__name__}")
+    if not 1 <= k <= MAX_K:
+        raise ValueError(f"{who}: expected 1 <= k <= {MAX_K}, got {k}")
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"{who}: weight must be a torch.Tensor, got {type(weight).__name__}")
+    vocab_size = shard.vocab_size if isinstance(shard, VocabShard) else weight.shape[0]
+    if k > vocab_size:
+        raise ValueError(f"{who}: expected k of at most the vocabulary's {vocab_size} ids, got {k}")
+
+
+def _no_target(who: str, hidden, shard, sequence_parallel: bool) -> Tensor:
+    """Zeros in the place of a target, without memory for each."""
+    if not isinstance(hidden, Tensor):
+        raise TypeError(f"{who}: hidden must be a torch.Tensor, got {type(hidden).__name__}")
+    tokens = hidden.shape[:-1]
+    if sequence_parallel and isinstance(shard, VocabShard):
+        tokens = torch.Size([tokens.numel() * collectives.size(group_of(who, shard))])
+    return torch.zeros((), dtype=torch.int64, device=hidden.device).expand(tokens)
 
 
 def _shard_topk(hidden: Tensor, call: Arguments, k: int) -> tuple[Tensor, Tensor, Tensor]:
