@@ -64,7 +64,10 @@ def local_stats(
             expected = expected * rescale + torch.where(e > 0, e * x, 0.0).sum(1)
         total = total * rescale + e.sum(1)
         top = new_top
-    return LocalStats(top, total, target_logit.view(target.shape), expected, best, weighted, _no_marks(sampling))
+    return LocalStats.pack(
+        top, total, target_logit.view(target.shape), head.start, expected=expected, argmax=best, logit_sum=weighted,
+        marks=_no_marks(sampling),
+    )  # fmt: skip
 
 
 def hot_set_stats(hidden: Tensor, head: Head, target: Tensor, *, n_rows: Tensor | None = None):
