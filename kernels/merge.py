@@ -85,14 +85,15 @@ def merge_ranks_kernel(
 
 
 def merge_ranks(
-    ranks: Tensor,  # [T, rows of the layout, N] fp32 contiguous
+    ranks: Tensor,  # [T, rows of the layout, N] fp32 contiguous, or [rows of the layout, N] of a single rank
     layout: StatsLayout,  # of one id per token
     vocab_size: int,
     index: Tensor | None,  # [N] int64: the token that row i is
     n_rows: Tensor | None,
 ) -> Merged:
     """`Merged`, in the order of the tokens, of one id per token."""
-    n_ranks, k, n = ranks.shape
+    k, n = ranks.shape[-2:]
+    n_ranks = ranks.shape[0] if ranks.dim() == 3 else 1
 
     def per_token(wanted: bool = True, dtype: torch.dtype = torch.float32) -> Tensor | None:
         return torch.empty(n, dtype=dtype, device=ranks.device) if wanted else None

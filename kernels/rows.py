@@ -22,6 +22,8 @@ How many count is known on the device only; nobody waits. hidden is copied becau
 block to be neighbours; without an ignore_index there is no order, and nothing is copied.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -39,13 +41,13 @@ def select_rows_kernel(
     target_ptr,  # [N] int64
     index_ptr,  # [N] int64 out, or None: every token counts
     local_ptr,  # [N] int64 out
-    count_ptr,  # [] int32 out, or None with index_ptr
-    valid_ptr,  # [] int32 out, 0 where a target is no id, or None
+    numbers_ptr,  # [1 or 3] int32 out: how many count; that, but at least 1; whether all targets are ids. Or None
     n,
     ignore_index,
     start,
     stop,
     vocab_size,
+    CHECK: tl.constexpr,  # then there are three numbers
     BLOCK: tl.constexpr,
     SCAN: tl.constexpr,
 ):
@@ -58,7 +60,7 @@ def select_rows_kernel(
     if index_ptr is not None:
         keep = inside & (target != ignore_index)
     local = tl.where(keep & (target >= start) & (target < stop), target - start, -1)
-    if index_ptr is None and valid_ptr is None:
+    if numbers_ptr is None:
         tl.store(local_ptr + offs, local, mask=inside)
     else:
         counted = tl.zeros((SCAN,), tl.int32)
@@ -72,7 +74,8 @@ def select_rows_kernel(
                 kept = kept & (seen != ignore_index)
             counted += kept.to(tl.int32)
             before += (kept & (offs_scan < first)).to(tl.int32)
-            wrong |= (kept & ((seen < 0) | (seen >= vocab_size))).to(tl.int32)
+            if CHECK:
+                wrong |= (kept & ((seen < 0) | (seen >= vocab_size))).to(tl.int32)
         if index_ptr is None:
             tl.store(local_ptr + offs, local, mask=inside)
         else:
@@ -81,11 +84,12 @@ def select_rows_kernel(
             place = tl.where(keep, in_front - 1, count + offs - in_front)
             tl.store(index_ptr + place, offs.to(tl.int64), mask=inside)
             tl.store(local_ptr + place, local, mask=inside)
-            if pid == 0:
-                tl.store(count_ptr, count)
-        if valid_ptr is not None:
-            if pid == 0:
-                tl.store(valid_ptr, 1 - tl.max(wrong, 0))
+        if pid == 0:
+            count = tl.sum(counted, 0)
+            tl.store(numbers_ptr, count)
+            if CHECK:
+                tl.store(numbers_ptr + 1, tl.maximum(count, 1))
+                tl.store(numbers_ptr + 2, 1 - tl.max(wrong, 0))
 
 
 @triton.jit
@@ -130,6 +134,7 @@ def row_gradients_kernel(
     stride_target,
     stride_entropy,
     stride_logit_sum,
+    stride_out,
     BLOCK: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -139,7 +144,6 @@ def row_gradients_kernel(
     if index_ptr is not None:
         at = tl.load(index_ptr + rows, mask=counts, other=0)
     out = out_ptr + rows.to(tl.int64)
-    wide_n = tl.full((), n, tl.int64)  # n = 1 arrives as a constant
     lse = tl.load(lse_ptr + at, mask=counts, other=0.0)
     softmax = tl.zeros((BLOCK,), tl.float32)
     target = tl.zeros((BLOCK,), tl.float32)
@@ -150,13 +154,23 @@ def row_gradients_kernel(
     if grad_entropy_ptr is not None:
         slope = tl.load(grad_entropy_ptr + at * stride_entropy, mask=counts, other=0.0).to(tl.float32)
         softmax += slope * (lse - tl.load(entropy_ptr + at, mask=counts, other=0.0))
-        tl.store(out + 3 * wide_n, -slope, mask=stored)
+        tl.store(out + 3 * stride_out, -slope, mask=stored)
     if grad_logit_sum_ptr is not None:
         constant = tl.load(grad_logit_sum_ptr + at * stride_logit_sum, mask=counts, other=0.0).to(tl.float32)
-        tl.store(out + 4 * wide_n, constant, mask=stored)
+        tl.store(out + 4 * stride_out, constant, mask=stored)
     tl.store(out, lse, mask=stored)
-    tl.store(out + wide_n, softmax, mask=stored)
-    tl.store(out + 2 * wide_n, target, mask=stored)
+    tl.store(out + stride_out, softmax, mask=stored)
+    tl.store(out + 2 * stride_out, target, mask=stored)
+
+
+class Selected(NamedTuple):
+    """The order of the tokens and their targets. The first three are None where every token counts."""
+
+    index: Tensor | None  # [N] int64, the tokens that count in front
+    count: Tensor | None  # [] int32
+    divisor: Tensor | None  # [] int32, the count but at least 1: what a mean divides by; with `check`
+    local: Tensor  # [N] int64 in the order of index, rows of this shard; -1 for what lives elsewhere or is ignored
+    valid: Tensor | None  # [] int32, 0 where some target is no id; with `check`
 
 
 def select_rows(
@@ -167,28 +181,27 @@ def select_rows(
     stop: int,
     vocab_size: int,
     check: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
-    """(index [N], count [] int32, local targets [N] in the order of index, whether all targets are ids [] int32).
-
-    index and count are None without an ignore_index, the last without `check`. The shard has the ids
-    start <= id < stop.
-    """
+) -> Selected:
+    """`Selected`, for a shard with the ids start <= id < stop."""
     n = target.shape[0]
     target = target.contiguous()
-    index = count = valid = None
     local = torch.empty(n, dtype=torch.int64, device=target.device)
-    if ignore_index is not None:
-        index = torch.empty(n, dtype=torch.int64, device=target.device)
-        count = torch.empty((), dtype=torch.int32, device=target.device)
+    index = torch.empty_like(local) if ignore_index is not None else None
+    numbers = count = divisor = valid = None
     if check:
-        valid = torch.empty((), dtype=torch.int32, device=target.device)
+        numbers = torch.empty(3, dtype=torch.int32, device=target.device)
+        count, divisor, valid = numbers.unbind(0)
+    elif index is not None:
+        numbers = count = torch.empty((), dtype=torch.int32, device=target.device)
     with torch.cuda.device_of(target):
         # At least one program, so that there is a count of no tokens too.
         select_rows_kernel[(max(ceil_div(n, BLOCK), 1),)](
-            target, index, local, count, valid, n, ignore_index or 0, start, stop, vocab_size,
-            BLOCK=BLOCK, SCAN=SCAN, num_warps=8,
+            target, index, local, numbers, n, ignore_index or 0, start, stop, vocab_size,
+            CHECK=check, BLOCK=BLOCK, SCAN=SCAN, num_warps=8,
         )  # fmt: skip
-    return index, count, local, valid
+    if index is None:
+        count = divisor = None
+    return Selected(index, count, divisor, local, valid)
 
 
 def take_rows(source: Tensor, index: Tensor, n_rows: Tensor) -> Tensor:
@@ -212,13 +225,14 @@ def row_gradients(
 ) -> tuple[Tensor, RowGradients]:
     """(lse, upstream gradients) in the order of index; rows that do not count are 0."""
     n = lse.shape[0]
-    out = torch.empty(5, n, dtype=torch.float32, device=lse.device)
+    stride = ceil_div(n, 4) * 4  # rows at multiples of 16 bytes, or kernels are compiled once more
+    out = torch.empty_strided((5, n), (stride, 1), dtype=torch.float32, device=lse.device)
     g_lse, g_target, g_entropy, g_logit_sum = grads
     if n:
         with torch.cuda.device_of(lse):
             row_gradients_kernel[(ceil_div(n, BLOCK),)](
                 *grads, lse, None if g_entropy is None else entropy, index, n_rows, out, n,
-                *(0 if g is None else g.stride(0) for g in grads), BLOCK=BLOCK, num_warps=4,
+                *(0 if g is None else g.stride(0) for g in grads), stride, BLOCK=BLOCK, num_warps=4,
             )  # fmt: skip
     compact_lse, softmax, target, softmax_logit, constant = out.unbind(0)
     return compact_lse, RowGradients(

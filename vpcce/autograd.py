@@ -72,10 +72,9 @@ def head_stats_op(
     packed, layout = part.packed, part.layout
     if how.logit_sum and not want_sum:
         packed, layout = torch.cat([packed, linear_logit_sum(tokens, head)[None]]), layout._replace(logit_sum=True)
-    ranks = collectives.gather_stats(packed, group)  # [T, rows of the layout, N]
-    merged = _merge(ranks, layout, target, how, rows)
+    merged = _merge(packed, layout, group, target, how, rows)
     marks = (None, None) if sampling is None else (part.marks.bits, sampling.seed)
-    outputs = Outputs(*merged, *marks, None if how.ignore_index is None else rows.kept())
+    outputs = Outputs(*merged, *marks, None if how.ignore_index is None else rows.divisor())
     return [output for output in outputs if output is not None]
 
 
@@ -89,7 +88,7 @@ class Outputs(NamedTuple):
     argmax: Tensor | None  # [N] int64, global ids
     marks: Tensor | None  # the backend's
     seed: Tensor | None  # [] int64
-    kept: Tensor | None  # [] int32, how many tokens count; with an ignore_index
+    divisor: Tensor | None  # [] int32, how many tokens count, but at least 1; with an ignore_index
 
     @staticmethod
     def wanted(how: Settings) -> tuple[bool, ...]:
@@ -232,7 +231,7 @@ class HeadStats(torch.autograd.Function):
         output = Outputs(*(next(given) if want else None for want in wanted))
         ctx.save_for_backward(*operands, output.lse, output.entropy, output.marks, output.seed)
         ctx.options, ctx.main_grad = options, main_grad
-        integers = (output.argmax, output.marks, output.seed, output.kept)
+        integers = (output.argmax, output.marks, output.seed, output.divisor)
         ctx.mark_non_differentiable(*(part for part in integers if part is not None))
         ctx.set_materialize_grads(False)
         return tuple(output)
@@ -280,11 +279,12 @@ def _backend(tensor: Tensor):
     return local
 
 
-def _merge(ranks: Tensor, layout: StatsLayout, target: Tensor, how: Settings, rows: Rows) -> Merged:
+def _merge(packed: Tensor, layout: StatsLayout, group, target: Tensor, how: Settings, rows: Rows) -> Merged:
     if not rows.by_kernels:
-        return merge_ranks(ranks, layout, target, how, rows)
+        return merge_ranks(collectives.gather_stats(packed, group), layout, target, how, rows)
     from vpcce.kernels import merge
 
+    ranks = packed if group is None else collectives.gather_stats(packed, group)  # without a group, one view less
     return merge.merge_ranks(ranks, layout, how.vocab_size, rows.index, rows.count)
 
 

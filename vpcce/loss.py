@@ -183,17 +183,17 @@ def linear_cross_entropy(
         reduce_hidden_grad=reduce_hidden_grad, upstream=upstream, refused=refused,
     )  # fmt: skip
     run = _run(call)
-    lse, target_logit, n_kept = run.lse, run.target_logit, run.kept
+    lse, target_logit = run.lse, run.target_logit
     share = _target_weight(call)
     loss = lse - target_logit if share is None else share * (lse - target_logit)
     if label_smoothing > 0:
         mean_weight = 1.0 if call.class_weight is None else call.class_weight.mean()
         smooth = mean_weight * lse - run.logit_sum / call.settings.vocab_size
         loss = (1 - label_smoothing) * loss + label_smoothing * smooth
-    loss = _reduce(call, loss, reduction, n_kept, share)
+    loss = _reduce(call, loss, reduction, run.divisor, share)
     if z_loss == 0:
         return (loss, torch.zeros_like(loss)) if return_z_loss else loss
-    z_term = _reduce(call, z_loss * lse.square(), reduction, n_kept)
+    z_term = _reduce(call, z_loss * lse.square(), reduction, run.divisor)
     return (loss + z_term, z_term.detach()) if return_z_loss else loss + z_term
 
 
@@ -262,15 +262,14 @@ def _target_weight(call: Arguments) -> Tensor | None:
 
 
 def _reduce(
-    call: Arguments, per_token: Tensor, reduction: str, n_kept: Tensor | None, share: Tensor | None = None
+    call: Arguments, per_token: Tensor, reduction: str, divisor: Tensor | None, share: Tensor | None = None
 ) -> Tensor:
-    """A "mean" divides by the number of tokens that count (all for None), or by the sum of their `share`."""
+    """A "mean" divides by the number of tokens that count (`divisor`; None is all), or by the sum of their `share`."""
     if reduction == "none":
         return per_token.view(call.shape)
     if reduction == "sum":
         return per_token.sum()
     if share is None:
-        count = max(call.target.numel(), 1) if n_kept is None else n_kept.clamp(min=1)
-        return per_token.sum() / count
+        return per_token.sum() / (max(call.target.numel(), 1) if divisor is None else divisor)
     total = share.sum()
     return per_token.sum() / torch.where(total == 0, 1.0, total)

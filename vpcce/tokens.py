@@ -36,11 +36,12 @@ class Rows:
         self.n = target.shape[0]
         self.index: Tensor | None = None
         self.count: Tensor | None = None
+        self._divisor: Tensor | None = None
         self.by_kernels = uses_kernels(target) and target.dim() == 1
         if self.by_kernels:
             from vpcce.kernels.rows import select_rows
 
-            self.index, self.count, self.local, valid = select_rows(
+            self.index, self.count, self._divisor, self.local, valid = select_rows(
                 target, ignore_index=how.ignore_index, start=how.start, stop=how.start + how.n_valid,
                 vocab_size=how.vocab_size, check=check,
             )  # fmt: skip
@@ -64,12 +65,14 @@ class Rows:
         """Whether `index` is a permutation, which kernels follow themselves."""
         return self.count is not None
 
-    def kept(self) -> Tensor:
-        """How many tokens count, [] int32."""
+    def divisor(self) -> Tensor:
+        """[] int32: how many tokens count, but at least 1."""
+        if self._divisor is not None:
+            return self._divisor
         if self.count is not None:
-            return self.count
+            return self.count.clamp(min=1)
         n = self.n if self.index is None else self.index.shape[0]
-        return torch.full((), n, dtype=torch.int32, device=self.local.device)
+        return torch.full((), max(n, 1), dtype=torch.int32, device=self.local.device)
 
     def take(self, rows: Tensor) -> Tensor:
         """The rows that count, in front; behind them zeros, which no product turns into NaN."""

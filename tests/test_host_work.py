@@ -1,0 +1,91 @@
+"""How much the host does for one loss: PyTorch operations and kernel launches, each 2 to 20 us of a training step.
+
+The launches are recorded instead of run (`aot.py`) and the operators called without their wrapper, so that a dispatch
+mode sees what they do inside. Contents are meaningless; only what is dispatched counts, allocations and views included.
+"""
+
+from collections import Counter
+from contextlib import ExitStack
+from unittest import mock
+
+import pytest
+import torch
+from aot import recorded_launches
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import vpcce
+from vpcce import autograd, tokens
+
+BF16 = torch.bfloat16
+
+
+class Dispatched(TorchDispatchMode):
+    """Lists the names of all PyTorch operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        if func.overloadpacket is torch.ops.aten._assert_async:
+            return None  # nobody has written what it reads
+        return func(*args, **(kwargs or {}))
+
+
+def host_work(step) -> list[tuple[Counter, list[str]]]:
+    """For each part that `step` yields after: PyTorch operations, and the kernels launched."""
+    found = []
+    with ExitStack() as stack:
+        launches = stack.enter_context(recorded_launches("sm90"))
+        stack.enter_context(mock.patch.object(tokens, "_interpreting", lambda: True))
+        for name in ("head_stats_op", "head_stats_backward_op"):
+            stack.enter_context(mock.patch.object(autograd, name, getattr(autograd, name)._init_fn))
+        parts = step()
+        while True:
+            launches.clear()
+            with Dispatched() as seen:
+                done = next(parts, None) is None
+            if done:
+                return found
+            found.append((Counter(seen.names), [kernel.__name__ for kernel, _, _ in launches]))
+
+
+def training_step(n=512, v=1024, d=256, **options):
+    hidden = torch.randn(n, d).to(BF16).requires_grad_()
+    weight = torch.randn(v, d).to(BF16).requires_grad_()
+    target, upstream = torch.randint(0, v, (n,)), torch.ones(())
+
+    def step():
+        loss = vpcce.linear_cross_entropy(hidden, weight, target, backward=vpcce.exact(), **options)
+        yield "forward"
+        torch.autograd.grad(loss, (hidden, weight), upstream)
+        yield "backward"
+
+    return step
+
+
+# ignore_index: PyTorch operations forward, backward (3 and 4 of them for the matrix products' own memory); and the
+# kernels that put tokens in order, each launched once in both directions.
+CEILINGS = {-100: (15, 16, ["select_rows_kernel", "take_rows_kernel"]), None: (13, 13, ["select_rows_kernel"])}
+
+
+@pytest.mark.parametrize("ignore_index", CEILINGS)
+def test_a_mean_on_one_rank(ignore_index):
+    """Nothing is compacted, gathered or copied where no token can be ignored."""
+    (forward, first), (backward, second) = host_work(training_step(ignore_index=ignore_index))
+    most_forward, most_backward, small = CEILINGS[ignore_index]
+    assert Counter(first) == Counter(
+        [*small, "forward_kernel", "merge_splits_kernel", "target_logit_kernel", "merge_ranks_kernel"]
+    )
+    assert Counter(second) == Counter([*small, "row_gradients_kernel", "gradient_kernel", *2 * ["product_kernel"]])
+    assert forward.total() <= most_forward, forward
+    assert backward.total() <= most_backward, backward
+
+
+def test_a_slice_of_the_backward_costs_three_views():
+    sizes = [host_work(training_step(n=2048, v=v))[1] for v in (1024, 65536)]
+    slices = [launches.count("gradient_kernel") for _, launches in sizes]
+    assert slices[0] == 1 and slices[1] > 3, slices
+    (few, _), (many, _) = sizes
+    assert many.total() - few.total() <= 3 * slices[1] + 1, many
