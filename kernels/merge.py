@@ -7,9 +7,9 @@ With M = max over ranks of the local maxima m_r, and what `StatsLayout` says eac
     entropy = lse - sum_r px_r * exp(m_r - M) / sum_r s_r * exp(m_r - M)
     argmax = the lowest id of the ranks with m_r = M
 
-Ranks are added in rank order, so every rank gets the same bits. A maximum of -inf (every logit is) is subtracted as 0.
-NaN goes through every maximum here. Ignored tokens get 0: the order of the tokens is a permutation, see `rows`, so every
-number of the results is written once. One token per thread: k * T * N numbers are read, and nothing is reduced over N.
+Ranks are added in rank order, so every rank gets the same bits. A maximum of -inf (every logit is) is subtracted as
+0. NaN goes through every maximum here. Ignored tokens get 0: the order of the tokens is a permutation, see `rows`, so
+every number of the results is written once. One token per thread: nothing is reduced over tokens.
 """
 
 import torch

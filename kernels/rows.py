@@ -22,7 +22,8 @@ How many count is known on the device only; nobody waits. hidden is copied becau
 block to be neighbours; without an ignore_index there is no order, and nothing is copied.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -163,7 +164,8 @@ def row_gradients_kernel(
     tl.store(out + 2 * stride_out, target, mask=stored)
 
 
-class Selected(NamedTuple):
+@dataclass(frozen=True)
+class Selected:
     """The order of the tokens and their targets. The first three are None where every token counts."""
 
     index: Tensor | None  # [N] int64, the tokens that count in front
@@ -217,7 +219,7 @@ def take_rows(source: Tensor, index: Tensor, n_rows: Tensor) -> Tensor:
 
 
 def row_gradients(
-    grads: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],  # of lse, target_logit, entropy, logit_sum
+    grads: Sequence[Tensor | None],  # [N], of lse, target_logit, entropy and logit_sum
     lse: Tensor,  # [N] fp32
     entropy: Tensor | None,  # [N]
     index: Tensor | None,

@@ -5,7 +5,6 @@ compare per element; gathering reads N * D numbers of the weight once, 0.1% of t
 subtraction lse - target_logit are fp32 sums, in different orders: the caller clamps.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -65,6 +64,6 @@ def write_target_logits(hidden: Tensor, head: Head, target: Tensor, packed: Tens
     n, n_pairs = packed.shape[1], target.numel()
     target_logit_kernel[(ceil_div(n_pairs, 4),)](
         hidden, head.weight, head.bias, scale_tensor(head), target.contiguous(), packed, n_pairs,
-        target.shape[1] if target.dim() > 1 else 1, n, first_row, *hidden.stride(), *head.weight.stride(), head.softcap or 1.0,
-        D=hidden.shape[1], HAS_SOFTCAP=head.softcap is not None, BLOCK=4, BLOCK_D=512, num_warps=4,
+        target.shape[1] if target.dim() > 1 else 1, n, first_row, *hidden.stride(), *head.weight.stride(),
+        head.softcap or 1.0, D=hidden.shape[1], HAS_SOFTCAP=head.softcap is not None, BLOCK=4, BLOCK_D=512, num_warps=4,
     )  # fmt: skip

@@ -62,9 +62,7 @@ def plain_rows(target: torch.Tensor, how: Settings, monkeypatch) -> tokens.Rows:
 def test_order_and_targets(n, ignored, ignore_index):
     """A stable partition; an id of this shard or 1, a constant to the compiler, may mean "ignored" as well."""
     target = targets(n, ignored, 0 if ignore_index is None else ignore_index)
-    found = kernels.select_rows(
-        target, ignore_index=ignore_index, start=START, stop=STOP, vocab_size=VOCAB, check=True
-    )
+    found = kernels.select_rows(target, ignore_index=ignore_index, start=START, stop=STOP, vocab_size=VOCAB, check=True)
     assert found.valid == 1
     mine = (target >= START) & (target < STOP)
     if ignore_index is None:
@@ -90,9 +88,7 @@ def test_a_target_that_is_no_id_is_noticed(wrong, place, ignore_index):
     """In the first, a later and the last block, seen by the program that reports; it counts and lives nowhere."""
     target = targets(4200, 0.0 if ignore_index is None else 0.5)
     target[place] = wrong
-    found = kernels.select_rows(
-        target, ignore_index=ignore_index, start=START, stop=STOP, vocab_size=VOCAB, check=True
-    )
+    found = kernels.select_rows(target, ignore_index=ignore_index, start=START, stop=STOP, vocab_size=VOCAB, check=True)
     assert found.valid == 0
     at = place if found.index is None else (found.index == place).nonzero()[0]
     assert found.local[at] == -1

@@ -156,7 +156,6 @@ def head_stats_backward_op(
     )
     scale_part: list[Tensor] = []
 
-
     def hidden_grad_ready(part: Tensor) -> None:
         if "s" in needs:  # before the reduction consumes the part
             in_order = part[rows.index] if rows.on_device else part

@@ -183,12 +183,12 @@ def linear_cross_entropy(
         reduce_hidden_grad=reduce_hidden_grad, upstream=upstream, refused=refused,
     )  # fmt: skip
     run = _run(call)
-    lse, target_logit = run.lse, run.target_logit
+    lse, target_logit, logit_sum = run.lse, run.target_logit, run.logit_sum
     share = _target_weight(call)
     loss = lse - target_logit if share is None else share * (lse - target_logit)
-    if label_smoothing > 0:
+    if logit_sum is not None:
         mean_weight = 1.0 if call.class_weight is None else call.class_weight.mean()
-        smooth = mean_weight * lse - run.logit_sum / call.settings.vocab_size
+        smooth = mean_weight * lse - logit_sum / call.settings.vocab_size
         loss = (1 - label_smoothing) * loss + label_smoothing * smooth
     loss = _reduce(call, loss, reduction, run.divisor, share)
     if z_loss == 0:

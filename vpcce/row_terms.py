@@ -69,4 +69,3 @@ def linear_logit_sum(tokens: Tensor, head: Head) -> Tensor:
         if head.bias is not None:
             offset += share @ head.bias[rows].to(dtype)
     return (tokens.to(dtype) @ total + offset) * head.scale
-

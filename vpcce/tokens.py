@@ -41,12 +41,13 @@ class Rows:
         if self.by_kernels:
             from vpcce.kernels.rows import select_rows
 
-            self.index, self.count, self._divisor, self.local, valid = select_rows(
+            found = select_rows(
                 target, ignore_index=how.ignore_index, start=how.start, stop=how.start + how.n_valid,
                 vocab_size=how.vocab_size, check=check,
             )  # fmt: skip
-            if valid is not None:
-                torch._assert_async(valid, f"vpcce: a target is {_range(how)}")
+            self.index, self.count, self._divisor, self.local = found.index, found.count, found.divisor, found.local
+            if found.valid is not None:
+                torch._assert_async(found.valid, f"vpcce: a target is {_range(how)}")
             return
         if how.ignore_index is not None:
             counts = target != how.ignore_index
@@ -78,7 +79,7 @@ class Rows:
         """The rows that count, in front; behind them zeros, which no product turns into NaN."""
         if self.index is None:
             return rows
-        if self.on_device and rows.dim() == 2 and rows.is_floating_point():
+        if self.count is not None and rows.dim() == 2 and rows.is_floating_point():
             from vpcce.kernels.rows import take_rows
 
             return take_rows(rows, self.index, self.count)
