@@ -108,3 +108,41 @@ def merge_ranks(
                 LOGIT_SUM=layout.logit_sum_row, BLOCK=BLOCK, num_warps=4,
             )  # fmt: skip
     return merged
+
+
+@triton.jit
+def merge_bounds_kernel(
+    ranks_ptr,  # [T, 2, N]: maxima, sums
+    out_ptr,  # [N] out
+    n,
+    n_ranks,
+    stride_rank,
+    stride_sum,
+    BLOCK: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < n
+    own = ranks_ptr + rows.to(tl.int64)
+    top = tl.full((BLOCK,), -float("inf"), tl.float32)
+    for rank in range(n_ranks):
+        top = tl.maximum(top, tl.load(own + rank * stride_rank, mask=inside, other=-float("inf")))
+    shift = tl.where(tl.abs(top) == float("inf"), 0.0, top)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for rank in range(n_ranks):
+        part = own + rank * stride_rank
+        m = tl.load(part, mask=inside, other=-float("inf"))
+        total += tl.load(part + stride_sum, mask=inside, other=0.0) * tl.exp(m - shift)
+    tl.store(out_ptr + rows, shift + tl.log(total), mask=inside)
+
+
+def merge_bounds(ranks: Tensor) -> Tensor:
+    """[N]: log of the sum of exponentials over all ranks, from maxima and sums [T, 2, N] or [2, N]; for marks only."""
+    n = ranks.shape[-1]
+    out = torch.empty(n, dtype=torch.float32, device=ranks.device)
+    if n:
+        n_ranks, stride_rank = (ranks.shape[0], ranks.stride(0)) if ranks.dim() == 3 else (1, 0)
+        with torch.cuda.device_of(ranks):
+            merge_bounds_kernel[(ceil_div(n, BLOCK),)](
+                ranks, out, n, n_ranks, stride_rank, ranks.stride(-2), BLOCK=BLOCK, num_warps=4
+            )
+    return out

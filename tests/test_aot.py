@@ -16,7 +16,7 @@ from aot import SHARED_LIMIT, TARGETS, compile_launches, recorded_launches
 
 import vpcce
 from vpcce.kernels.local import hot_set_stats, local_backward, local_stats
-from vpcce.kernels.merge import merge_ranks
+from vpcce.kernels.merge import merge_bounds, merge_ranks
 from vpcce.kernels.problem import Head, Policy, RowGradients, Sampling, StatsLayout
 from vpcce.kernels.rows import row_gradients, select_rows, take_rows
 
@@ -59,7 +59,7 @@ def training_step(case: Case) -> None:
         rows = RowGradients(per_row, per_row, per_row, per_row)
     sampling = None
     if case.policy.kind == "sampled":
-        hot_set_stats(hidden, head, target, n_rows=count)
+        hot_set_stats(hidden, head, target)
         sampling = Sampling(torch.tensor(1), case.policy.eps, per_row)
     options = dict(entropy=case.options, argmax=case.options, logit_sum=case.options)
     stats = local_stats(hidden, head, target, n_rows=count, sampling=sampling, **options)
@@ -101,6 +101,7 @@ def small_kernels(n: int, dtype: torch.dtype, ignore_index: int | None, options:
             take_rows(torch.zeros(n, 256, dtype=dtype), found.index, found.count)
     layout = StatsLayout(None, options, options, options)
     merge_ranks(torch.zeros(ranks, layout.n_rows, n), layout, V, found.index, found.count)
+    merge_bounds(torch.zeros(ranks, 2 * n + 2)[:, :-2].view(ranks, 2, n) if ranks > 1 else torch.zeros(2, n))
     grads = (per_row[:1].expand(n), per_row, *((per_row, per_row) if options else (None, None)))
     row_gradients(grads, per_row, per_row, found.index, found.count)
 

@@ -16,8 +16,9 @@ from spawn import run_ranks
 import vpcce
 from vpcce import row_terms, tokens
 from vpcce.kernels import rows as kernels
-from vpcce.kernels.merge import merge_ranks
-from vpcce.kernels.problem import LocalStats, StatsLayout, as_float_bits
+from vpcce.kernels.hot_set import hot_set_stats
+from vpcce.kernels.merge import merge_bounds, merge_ranks
+from vpcce.kernels.problem import Head, LocalStats, StatsLayout, as_float_bits
 from vpcce.settings import Settings
 
 pytestmark = [
@@ -213,6 +214,40 @@ def test_ids_travel_as_bits():
     ranks[0, layout.argmax_row] = as_float_bits(torch.tensor([5, 90, 2**31 - 2, 0]), torch.float32)
     ranks[1, layout.argmax_row] = as_float_bits(torch.tensor([60, 1, 2**31 - 3, 8]), torch.float32)
     assert merge_ranks(ranks, layout, 2**31 - 1, None, None).argmax.tolist() == [5, 1, 2**31 - 3, 0]
+
+
+@pytest.mark.parametrize("n", [1, 130, 600])
+def test_merge_of_bounds(n):
+    """Several ranks, a single one, and ranks that lie apart, as those do that a seed follows."""
+    ranks = parts(n, 5)[0][:, :2].contiguous()
+    close = dict(rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(merge_bounds(ranks), row_terms.merge_bounds(ranks), **close)
+    torch.testing.assert_close(merge_bounds(ranks[0]), row_terms.merge_bounds(ranks[0]), **close)
+    apart = torch.full((5, 2 * n + 2), torch.nan)
+    apart[:, :-2] = ranks.view(5, -1)
+    assert torch.equal(merge_bounds(apart[:, :-2].view(5, 2, n)), merge_bounds(ranks))
+    empty = torch.stack([torch.full((2, n), -torch.inf), torch.zeros(2, n)], 1)
+    assert torch.all(merge_bounds(empty) == -torch.inf)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("scale", [1.0, 0.7, torch.tensor(1.3)], ids=str)
+@pytest.mark.parametrize("v", [1, 300, 3000])
+def test_hot_set(v, scale, softcap, monkeypatch):
+    """Fewer columns than the set holds, or all of them and more: the targets are among those that are summed."""
+    monkeypatch.setattr("vpcce.kernels.hot_set.MAX_ROWS", 64)
+    n = 130
+    hidden, weight, bias, _ = truth.problem(n, v, 16, torch.float32, bias=True)
+    target = torch.randint(0, v, (n,)).where(torch.rand(n) < 0.5, -1)
+    with torch.no_grad():
+        top, total = hot_set_stats(hidden, Head(weight, bias, scale, softcap), target)
+        x = truth.logits_of(hidden.double(), weight.double(), bias.double(), scale, softcap)
+    bound = (top + total.log()).double()
+    lse = x.logsumexp(1)
+    if v <= 1024:
+        torch.testing.assert_close(bound, lse, rtol=2e-6, atol=2e-6)
+    own = x.gather(1, target.clamp(min=0)[:, None])[:, 0].where(target >= 0, -torch.inf)
+    assert torch.all(bound <= lse + 1e-5) and torch.all(bound >= own - 1e-5)
 
 
 @pytest.mark.parametrize("ignore_index", [-100, None])

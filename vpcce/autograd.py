@@ -25,7 +25,7 @@ from torch import Tensor
 from vpcce import reference
 from vpcce.kernels.problem import Head, Marks, Merged, Sampling, StatsLayout
 from vpcce.parallel import collectives
-from vpcce.row_terms import linear_logit_sum, merge_ranks, row_gradients
+from vpcce.row_terms import linear_logit_sum, merge_bounds, merge_ranks, row_gradients
 from vpcce.settings import Settings, check_agreement, decode
 from vpcce.tokens import Rows, check_targets, uses_kernels
 
@@ -312,17 +312,20 @@ def _head(how: Settings, weight, bias, scale, softcap, column_weight) -> Head:
 
 def _lower_bound(backend, tokens, head, rows, seed, group) -> tuple[Tensor, Tensor]:
     """A lower bound of every token's log-sum-exp from the batch's frequent targets, and rank 0's seed."""
-    hot_max, hot_sum = backend.hot_set_stats(tokens, head, rows.local, n_rows=rows.count)
-    # The seed rides along as two rows of bits, so that all ranks toss the same coins.
-    halves = torch.stack([seed & 0x7FFFFFFF, seed >> 31]).to(torch.int32).view(torch.float32)
-    packed = torch.cat([torch.stack([hot_max, hot_sum], 1).float().flatten(), halves])
-    ranks = collectives.gather_stats(packed, group)
-    stats = ranks[:, :-2].view(ranks.shape[0], -1, 2)
-    top = stats[..., 0].amax(0)
-    shift = torch.where(top.isinf(), 0.0, top)
-    bound = shift + (stats[..., 1] * torch.exp(stats[..., 0] - shift)).sum(0).log()
-    low, high = ranks[0, -2:].contiguous().view(torch.int32).to(torch.int64)
-    return bound, low | (high << 31)
+    stats = backend.hot_set_stats(tokens, head, rows.local)  # [2, N]
+    ranks = stats
+    if group is not None:
+        # The seed rides along as two rows of bits, so that all ranks toss the same coins.
+        halves = torch.stack([seed & 0x7FFFFFFF, seed >> 31]).to(torch.int32).view(torch.float32)
+        gathered = collectives.gather_stats(torch.cat([stats.flatten(), halves]), group)  # [T, 2 N + 2]
+        low, high = gathered[0, -2:].contiguous().view(torch.int32).to(torch.int64)
+        seed = low | (high << 31)
+        ranks = gathered[:, :-2].view(gathered.shape[0], *stats.shape)
+    if rows.by_kernels:
+        from vpcce.kernels import merge
+
+        return merge.merge_bounds(ranks), seed
+    return merge_bounds(ranks), seed
 
 
 def _with_padding(grad: Tensor, n_rows: int) -> Tensor:

@@ -70,10 +70,11 @@ def local_stats(
     )  # fmt: skip
 
 
-def hot_set_stats(hidden: Tensor, head: Head, target: Tensor, *, n_rows: Tensor | None = None):
+def hot_set_stats(hidden: Tensor, head: Head, target: Tensor) -> Tensor:
     """A bound of the log-sum-exp speeds up kernels; the slices here need none, and -inf is a lower bound."""
-    n = hidden.shape[0]
-    return hidden.new_full((n,), -torch.inf, dtype=torch.float32), hidden.new_zeros(n, dtype=torch.float32)
+    stats = hidden.new_zeros(2, hidden.shape[0], dtype=torch.float32)
+    stats[0] = -torch.inf
+    return stats
 
 
 def marks_shape(n: int, n_columns: int) -> tuple[int, ...]:

@@ -35,6 +35,13 @@ def merge_ranks(ranks: Tensor, layout: StatsLayout, target: Tensor, how: Setting
     return Merged(rows.spread(lse), rows.spread(target_logit.reshape(labels.shape)), entropy, logit_sum, argmax)
 
 
+def merge_bounds(ranks: Tensor) -> Tensor:
+    """[N]: log of the sum of exponentials over all ranks, from maxima and sums [T, 2, N] or [2, N]."""
+    top, total = (ranks if ranks.dim() == 3 else ranks[None]).unbind(1)
+    shift = torch.where(top.amax(0).isinf(), 0.0, top.amax(0))
+    return shift + (total * torch.exp(top - shift)).sum(0).log()
+
+
 def row_gradients(grads, lse: Tensor, entropy, target: Tensor, rows: Rows) -> tuple[Tensor, RowGradients]:
     """(lse, upstream gradients) of the tokens that count: `vpcce.kernels.rows.row_gradients`, also for several ids."""
     g_lse, g_target, g_entropy, g_logit_sum = (None if g is None else rows.take(g) for g in grads)
