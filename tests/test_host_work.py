@@ -1,7 +1,7 @@
 """How much the host does for one loss: PyTorch operations and kernel launches, each 2 to 20 us of a training step.
 
-The launches are recorded instead of run (`aot.py`) and the operators called without their wrapper, so that a dispatch
-mode sees what they do inside. Contents are meaningless; only what is dispatched counts, allocations and views included.
+The launches are recorded instead of run (`aot.py`) and the operators' functions called without the dispatcher, so that
+a dispatch mode sees what they do inside. Contents are meaningless; only what is dispatched counts, allocations and views included.
 """
 
 from collections import Counter
@@ -43,8 +43,8 @@ def host_work(step) -> list[tuple[Counter, list[str]]]:
     with ExitStack() as stack:
         launches = stack.enter_context(recorded_launches("sm90"))
         stack.enter_context(mock.patch.object(tokens, "_interpreting", lambda: True))
-        for name in ("head_stats_op", "head_stats_backward_op"):
-            stack.enter_context(mock.patch.object(autograd, name, getattr(autograd, name)._init_fn))
+        stack.enter_context(mock.patch.object(autograd, "head_stats_op", autograd._forward))
+        stack.enter_context(mock.patch.object(autograd, "head_stats_backward_op", autograd._backward))
         parts = step()
         while True:
             launches.clear()
