@@ -1,7 +1,8 @@
 """How much the host does for one loss: PyTorch operations and kernel launches, each 2 to 20 us of a training step.
 
 The launches are recorded instead of run (`aot.py`) and the operators' functions called without the dispatcher, so that
-a dispatch mode sees what they do inside. Contents are meaningless; only what is dispatched counts, allocations and views included.
+a dispatch mode sees what they do inside. Contents are meaningless; only what is dispatched counts, allocations and
+views included.
 """
 
 from collections import Counter
