@@ -101,3 +101,18 @@ def test_a_sampled_mean():
     forward, launches = host_work(training_step(backward=SAMPLED))[0]
     assert forward.total() <= 31, forward
     assert len(launches) == 10, launches
+
+
+def test_a_buffer_that_a_kernel_adds_to_has_a_new_version():
+    """Autograd refuses a stale saved tensor by it; no PyTorch operation touches main_grad here."""
+    hidden, weight = torch.randn(128, 64, dtype=BF16), torch.randn(256, 64, dtype=BF16, requires_grad=True)
+    buffer = torch.zeros(256, 64)
+
+    def step():
+        loss = vpcce.linear_cross_entropy(hidden, weight, torch.zeros(128).long(), backward=EXACT, main_grad=buffer)
+        yield "forward"
+        loss.backward()
+        yield "backward"
+
+    host_work(step)
+    assert buffer._version == 1 and weight.grad is None

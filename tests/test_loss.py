@@ -231,7 +231,7 @@ def test_main_grad_is_added_to(dtype):
     loss = vpcce.linear_cross_entropy(hidden, weight, target, main_grad=buffer)
     version = buffer._version
     loss.backward()
-    assert weight.grad is None and buffer._version == version + 1
+    assert weight.grad is None and buffer._version > version
     torch.testing.assert_close(hidden.grad, d_hidden)
     torch.testing.assert_close(buffer, (1 + d_weight).to(dtype))
 
