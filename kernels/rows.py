@@ -42,13 +42,13 @@ def select_rows_kernel(
     target_ptr,  # [N] int64
     index_ptr,  # [N] int64 out, or None: every token counts
     local_ptr,  # [N] int64 out
-    numbers_ptr,  # [1 or 3] int32 out: how many count; that, but at least 1; whether all targets are ids. Or None
+    count_ptr,  # [] int32 out, or None with index_ptr
+    divisor_ptr,  # [] int32 out: the count but at least 1; 0 where some target is no id. Or None
     n,
     ignore_index,
     start,
     stop,
     vocab_size,
-    CHECK: tl.constexpr,  # then there are three numbers
     BLOCK: tl.constexpr,
     SCAN: tl.constexpr,
 ):
@@ -61,7 +61,7 @@ def select_rows_kernel(
     if index_ptr is not None:
         keep = inside & (target != ignore_index)
     local = tl.where(keep & (target >= start) & (target < stop), target - start, -1)
-    if numbers_ptr is None:
+    if index_ptr is None and divisor_ptr is None:
         tl.store(local_ptr + offs, local, mask=inside)
     else:
         counted = tl.zeros((SCAN,), tl.int32)
@@ -75,7 +75,7 @@ def select_rows_kernel(
                 kept = kept & (seen != ignore_index)
             counted += kept.to(tl.int32)
             before += (kept & (offs_scan < first)).to(tl.int32)
-            if CHECK:
+            if divisor_ptr is not None:
                 wrong |= (kept & ((seen < 0) | (seen >= vocab_size))).to(tl.int32)
         if index_ptr is None:
             tl.store(local_ptr + offs, local, mask=inside)
@@ -86,11 +86,11 @@ def select_rows_kernel(
             tl.store(index_ptr + place, offs.to(tl.int64), mask=inside)
             tl.store(local_ptr + place, local, mask=inside)
         if pid == 0:
-            count = tl.sum(counted, 0)
-            tl.store(numbers_ptr, count)
-            if CHECK:
-                tl.store(numbers_ptr + 1, tl.maximum(count, 1))
-                tl.store(numbers_ptr + 2, 1 - tl.max(wrong, 0))
+            n_counted = tl.sum(counted, 0)
+            if count_ptr is not None:
+                tl.store(count_ptr, n_counted)
+            if divisor_ptr is not None:
+                tl.store(divisor_ptr, tl.where(tl.max(wrong, 0) > 0, 0, tl.maximum(n_counted, 1)))
 
 
 @triton.jit
@@ -166,13 +166,12 @@ def row_gradients_kernel(
 
 @dataclass(frozen=True)
 class Selected:
-    """The order of the tokens and their targets. The first three are None where every token counts."""
+    """The order of the tokens and their targets. The first two are None where every token counts."""
 
     index: Tensor | None  # [N] int64, the tokens that count in front
     count: Tensor | None  # [] int32
-    divisor: Tensor | None  # [] int32, the count but at least 1: what a mean divides by; with `check`
+    divisor: Tensor | None  # [] int32, the count but at least 1, for a mean; 0 where some target is no id; with `check`
     local: Tensor  # [N] int64 in the order of index, rows of this shard; -1 for what lives elsewhere or is ignored
-    valid: Tensor | None  # [] int32, 0 where some target is no id; with `check`
 
 
 def select_rows(
@@ -189,21 +188,15 @@ def select_rows(
     target = target.contiguous()
     local = torch.empty(n, dtype=torch.int64, device=target.device)
     index = torch.empty_like(local) if ignore_index is not None else None
-    numbers = count = divisor = valid = None
-    if check:
-        numbers = torch.empty(3, dtype=torch.int32, device=target.device)
-        count, divisor, valid = numbers.unbind(0)
-    elif index is not None:
-        numbers = count = torch.empty((), dtype=torch.int32, device=target.device)
+    count = torch.empty((), dtype=torch.int32, device=target.device) if ignore_index is not None else None
+    divisor = torch.empty((), dtype=torch.int32, device=target.device) if check else None
     with torch.cuda.device_of(target):
         # At least one program, so that there is a count of no tokens too.
         select_rows_kernel[(max(ceil_div(n, BLOCK), 1),)](
-            target, index, local, numbers, n, ignore_index or 0, start, stop, vocab_size,
-            CHECK=check, BLOCK=BLOCK, SCAN=SCAN, num_warps=8,
+            target, index, local, count, divisor, n, ignore_index or 0, start, stop, vocab_size,
+            BLOCK=BLOCK, SCAN=SCAN, num_warps=8,
         )  # fmt: skip
-    if index is None:
-        count = divisor = None
-    return Selected(index, count, divisor, local, valid)
+    return Selected(index, count, divisor, local)
 
 
 def take_rows(source: Tensor, index: Tensor, n_rows: Tensor) -> Tensor:

@@ -46,8 +46,8 @@ class Rows:
                 vocab_size=how.vocab_size, check=check,
             )  # fmt: skip
             self.index, self.count, self._divisor, self.local = found.index, found.count, found.divisor, found.local
-            if found.valid is not None:
-                torch._assert_async(found.valid, f"vpcce: a target is {_range(how)}")
+            if found.divisor is not None:  # 0 where some target is no id
+                torch._assert_async(found.divisor, f"vpcce: a target is {_range(how)}")
             return
         if how.ignore_index is not None:
             counts = target != how.ignore_index
