@@ -242,30 +242,30 @@ def dense_backward(
         step=max(run.for_gradient.block_n, run.for_product.block_n), programs=run.programs,
     )  # fmt: skip
     widths = [stop - start for start, stop, lent in slices if not lent]
-    workspace = torch.empty(n * _padded(max(widths)) if widths else 0, dtype=run.dtype, device=device)
+    workspace = torch.empty(n * _padded(max(widths)), dtype=run.dtype, device=device) if widths else None
     total = hidden_grad
     if hidden_grad is not None and len(slices) > 1 and (hidden_grad.dtype != torch.float32 or row_index is not None):
         total = torch.empty(n, d, dtype=torch.float32, device=device)
     for start, stop, lent in slices:
-        memory = _end_of(storage, n * _padded(stop - start), run.dtype) if lent else workspace
-        grad = memory[: n * _padded(stop - start)].view(n, -1)[:, : stop - start]
-        run.gradient(grad, start, stop)
+        grad = _in_memory(storage if lent else workspace, n, stop - start, run.dtype, at_end=lent)
+        weight = _part(head.weight, start, stop)
+        run.gradient(grad, weight, start, stop)
         if bias_grad is not None:
             run.column_sum(grad, bias_grad[start:stop])
-        weights, (hidden_factor, _) = slice(start, stop), weight_factors(hidden, head)
+        hidden_factor = weight_factors(hidden, head)[0]
         if low_rank_grad is not None:
             base = None if start == 0 else low_rank_grad
-            run.products(grad, (head.low_rank.weight[weights], base, low_rank_grad, None), None)
+            run.products(grad, (_part(head.low_rank.weight, start, stop), base, low_rank_grad, None), None)
         to_weight = None
         if weight_grad is not None:
-            part = weight_grad[weights]
+            part = _part(weight_grad, start, stop)
             to_weight = (hidden_factor, part if accumulate else None, part)
         if hidden_grad is None:
             run.products(grad, None, to_weight)
             continue
         base = None if start == 0 else total
         last = stop == n_columns
-        to_hidden = (head.weight[weights], base, hidden_grad if last else total, row_index if last else None)
+        to_hidden = (weight, base, hidden_grad if last else total, row_index if last else None)
         if hidden_factor.shape[1] == d and not last:
             run.products(grad, to_hidden, to_weight)
             continue
@@ -291,10 +291,10 @@ class _DenseRun:
         if filter_eps is not None and self.for_gradient.block_n < 128:
             self.for_gradient = replace(self.for_gradient, block_n=128, num_stages=2)  # the filter's tiles are square
 
-    def gradient(self, grad: Tensor, start: int, stop: int) -> None:
+    def gradient(self, grad: Tensor, weight: Tensor, start: int, stop: int) -> None:
         head, rows, t = self.head, self.rows, self.for_gradient
         h = Source(self.hidden, t.block_m, t.block_k)
-        w = Source(head.weight[start:stop], t.block_n, t.block_k)
+        w = Source(weight, t.block_n, t.block_k)
         g = Source(grad, t.block_m, t.block_n)
         low_hidden, low_weight, rank = low_rank_arguments(head, slice(start, stop))
         gradient_kernel[(self.programs,)](
@@ -344,11 +344,14 @@ def _stores_half(base: Tensor | None, out: Tensor | None) -> bool:
     return base is None and out is not None and out.element_size() == 2
 
 
-def _end_of(storage: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-    """The last `numel` numbers of `dtype` that fit into a tensor's memory, 16-byte aligned."""
-    raw = storage.view(-1).view(torch.uint8)
-    start = (raw.shape[0] - numel * dtype.itemsize) // 16 * 16
-    return raw[start : start + numel * dtype.itemsize].view(dtype)
+def _in_memory(memory: Tensor, n: int, width: int, dtype: torch.dtype, at_end: bool) -> Tensor:
+    """[n, width] at the start of a tensor's memory, or at its end, 16-byte aligned. One view: each takes host time."""
+    if memory.dtype != dtype:
+        raw = memory.view(-1).view(torch.uint8)
+        memory = raw[: raw.shape[0] // 16 * 16].view(dtype)
+    stride = _padded(width)
+    start = (memory.numel() - n * stride) * dtype.itemsize // 16 * 16 // dtype.itemsize if at_end else 0
+    return memory.as_strided((n, width), (stride, 1), memory.storage_offset() + start)
 
 
 def _padded(width: int) -> int:
@@ -357,4 +360,6 @@ def _padded(width: int) -> int:
 
 
 def _part(per_column: Tensor | None, start: int, stop: int) -> Tensor | None:
-    return None if per_column is None else per_column[start:stop]
+    if per_column is None or stop - start == per_column.shape[0]:
+        return per_column
+    return per_column[start:stop]

@@ -28,8 +28,8 @@ from torch import Tensor
 from .coin import COIN_BLOCKS, coin_thresholds
 from .launch_table import choose_splits, launch_parameters
 from .marks import mark_reference, mark_targets, marks_shape, store_marks
-from .problem import Head, LocalStats, Marks, Sampling
-from .target_logit import target_logits
+from .problem import Head, LocalStats, Marks, Sampling, StatsLayout, as_float_bits
+from .target_logit import write_target_logits
 from .tiles import (
     LN2,
     LOG2E,
@@ -173,14 +173,14 @@ def merge_splits_kernel(
     expected_ptr,  # or None
     argmax_ptr,  # or None
     logit_sum_ptr,  # or None
-    out_max_ptr,  # [N] natural log
-    out_sum_ptr,
-    out_expected_ptr,
-    out_argmax_ptr,
-    out_logit_sum_ptr,
+    out_ptr,  # [rows of the layout, N], natural log; the target logits' rows are left to `target_logit`
     n_rows_ptr,  # [1] int32 or None
     n,
     splits,
+    first_id,  # global id of column 0
+    EXPECTED: tl.constexpr,  # rows of the layout
+    ARGMAX: tl.constexpr,
+    LOGIT_SUM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Merges the splits in order; rows that do not count get the statistics of an empty shard."""
@@ -208,14 +208,16 @@ def merge_splits_kernel(
         m = m_new
         at += n
     stored = rows < n
-    tl.store(out_max_ptr + rows, m * LN2, mask=stored)
-    tl.store(out_sum_ptr + rows, s, mask=stored)
+    wide_n = tl.full((), n, tl.int64)  # n = 1 arrives as a constant
+    out = out_ptr + rows.to(tl.int64)
+    tl.store(out, m * LN2, mask=stored)
+    tl.store(out + wide_n, s, mask=stored)
     if expected_ptr is not None:
-        tl.store(out_expected_ptr + rows, expected * LN2, mask=stored)
+        tl.store(out + EXPECTED * wide_n, expected * LN2, mask=stored)
     if argmax_ptr is not None:
-        tl.store(out_argmax_ptr + rows, argmax.to(tl.int64), mask=stored)
+        tl.store(out + ARGMAX * wide_n, (argmax + first_id).to(tl.float32, bitcast=True), mask=stored)
     if logit_sum_ptr is not None:
-        tl.store(out_logit_sum_ptr + rows, logit_sum, mask=stored)
+        tl.store(out + LOGIT_SUM * wide_n, logit_sum, mask=stored)
 
 
 def forward_stats(
@@ -236,6 +238,7 @@ def forward_stats(
     n, d = hidden.shape
     n_columns = head.weight.shape[0]
     device = hidden.device
+    layout = StatsLayout(target.shape[1] if target.dim() == 2 else None, entropy, argmax, logit_sum)
 
     def per_row(dtype=torch.float32, wanted=True, rows: tuple[int, ...] = ()):
         return torch.empty(*rows, n, dtype=dtype, device=device) if wanted else None
@@ -245,15 +248,11 @@ def forward_stats(
         if sampling is not None:
             bits = torch.zeros(marks_shape(n, n_columns), dtype=torch.int32, device=device)
             marks = Marks(bits, sampling.seed)
-        return LocalStats(
-            torch.full((n,), -torch.inf, device=device),
-            torch.zeros(n, device=device),
-            torch.zeros(target.shape, device=device),
-            torch.zeros(n, device=device) if entropy else None,
-            torch.zeros(n, dtype=torch.int64, device=device) if argmax else None,
-            torch.zeros(n, device=device) if logit_sum else None,
-            marks,
-        )
+        packed = torch.zeros(layout.n_rows, n, device=device)
+        packed[0] = -torch.inf
+        if argmax:
+            packed[layout.argmax_row] = as_float_bits(torch.full((n,), head.start, device=device), torch.float32)
+        return LocalStats(packed, layout, head.start, marks)
 
     dtype = compute_dtype(hidden, head)
     tile = tile or launch_parameters("forward", device, dtype)
@@ -287,17 +286,13 @@ def forward_stats(
         TMA_HIDDEN=h.tma, TMA_WEIGHT=w.tma, DTYPE=TL_DTYPE[dtype], PRECISION="ieee",
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
-    out_max, out_sum = per_row(), per_row()
-    out_expected, out_logit_sum = per_row(wanted=entropy), per_row(wanted=logit_sum)
-    out_argmax = per_row(torch.int64, argmax)
+    packed = torch.empty(layout.n_rows, n, dtype=torch.float32, device=device)
     merge_splits_kernel[(ceil_div(n, ROW_BLOCK),)](
-        part_max, part_sum, part_expected, part_argmax, part_logit_sum,
-        out_max, out_sum, out_expected, out_argmax, out_logit_sum, n_rows, n, splits,
+        part_max, part_sum, part_expected, part_argmax, part_logit_sum, packed, n_rows, n, splits, head.start,
+        EXPECTED=layout.expected_row, ARGMAX=layout.argmax_row, LOGIT_SUM=layout.logit_sum_row,
         BLOCK=ROW_BLOCK, num_warps=4,
     )  # fmt: skip
+    write_target_logits(hidden, head, target, packed, first_row=2)
     if sampling is not None:
         mark_targets(bits, target, n_rows)
-    marks = None if sampling is None else Marks(bits, sampling.seed)
-    return LocalStats(
-        out_max, out_sum, target_logits(hidden, head, target), out_expected, out_argmax, out_logit_sum, marks
-    )
+    return LocalStats(packed, layout, head.start, None if sampling is None else Marks(bits, sampling.seed))

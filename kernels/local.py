@@ -105,8 +105,11 @@ def _dense(
     hidden_grad_dtype, hidden_grad_ready, low_rank_grad, filter_eps=None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     device, like = hidden.device, weight_factors(hidden, head)[1]
-    # Rows that do not count are never written.
-    d_hidden = torch.zeros(hidden.shape, dtype=hidden_grad_dtype, device=device) if hidden_grad else None
+    d_hidden = None
+    if hidden_grad:
+        # Rows that do not count are never written, and without ids none is.
+        make = torch.zeros if n_rows is not None or not len(head.weight) else torch.empty
+        d_hidden = make(hidden.shape, dtype=hidden_grad_dtype, device=device)
     d_weight = None
     if weight_grad and main_grad is None:
         make = torch.empty if hidden.shape[0] else torch.zeros

@@ -15,7 +15,7 @@ Statistics and row gradients are fp32 (fp64 when hidden is fp64); logits are nat
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -68,17 +68,105 @@ class Marks:
     seed: Tensor  # int64, 0-dim
 
 
+class StatsLayout(NamedTuple):
+    """Which numbers per token travel from a shard, one row of `LocalStats.packed` each, in this order."""
+
+    ids: int | None = None  # K of targets [N, K]; None for [N]
+    entropy: bool = False
+    argmax: bool = False
+    logit_sum: bool = False
+
+    @property
+    def n_targets(self) -> int:
+        return 1 if self.ids is None else self.ids
+
+    @property
+    def expected_row(self) -> int:
+        return 2 + self.n_targets
+
+    @property
+    def argmax_row(self) -> int:
+        return self.expected_row + self.entropy
+
+    @property
+    def logit_sum_row(self) -> int:
+        return self.argmax_row + self.argmax
+
+    @property
+    def n_rows(self) -> int:
+        return self.logit_sum_row + self.logit_sum
+
+
 @dataclass(frozen=True)
 class LocalStats:
-    """One shard's share of the statistics. An empty shard has max = -inf and sum = 0."""
+    """One shard's share of the statistics, as it travels. An empty shard has max = -inf and sum = 0."""
 
-    max: Tensor  # [N]
-    sum: Tensor  # [N], sum of exp(x - max)
-    target_logit: Tensor  # [N], or [N, K] like the targets; 0 where the target lives elsewhere
-    expected: Tensor | None = None  # [N], sum of exp(x - max) * x
-    argmax: Tensor | None = None  # [N] int64, local row of the maximum, the lowest one of equals
-    logit_sum: Tensor | None = None  # [N], sum of column_weight * x; asked for only with a softcap, else it is linear
+    packed: Tensor  # [rows of the layout, N]
+    layout: StatsLayout
+    start: int  # global id of the shard's first row
     marks: Marks | None = None
+
+    @classmethod
+    def pack(
+        cls, top: Tensor, total: Tensor, target_logit: Tensor, start: int, *, expected: Tensor | None = None,
+        argmax: Tensor | None = None, logit_sum: Tensor | None = None, marks: Marks | None = None,
+    ) -> "LocalStats":  # fmt: skip
+        """From one tensor per statistic; `argmax` holds rows of the shard."""
+        ids = target_logit.shape[1] if target_logit.dim() == 2 else None
+        layout = StatsLayout(ids, expected is not None, argmax is not None, logit_sum is not None)
+        bits = None if argmax is None else as_float_bits(argmax + start, top.dtype)
+        targets = [target_logit] if ids is None else target_logit.unbind(1)
+        parts = [part for part in (top, total, *targets, expected, bits, logit_sum) if part is not None]
+        return cls(torch.stack(parts), layout, start, marks)
+
+    @property
+    def max(self) -> Tensor:
+        """[N]"""
+        return self.packed[0]
+
+    @property
+    def sum(self) -> Tensor:
+        """[N], sum of exp(x - max)"""
+        return self.packed[1]
+
+    @property
+    def target_logit(self) -> Tensor:
+        """[N], or [N, K] like the targets; 0 where the target lives elsewhere"""
+        return self.packed[2] if self.layout.ids is None else self.packed[2 : self.layout.expected_row].T
+
+    @property
+    def expected(self) -> Tensor | None:
+        """[N], sum of exp(x - max) * x"""
+        return self.packed[self.layout.expected_row] if self.layout.entropy else None
+
+    @property
+    def argmax(self) -> Tensor | None:
+        """[N] int64, local row of the maximum, the lowest one of equals; its bits travel as a global id"""
+        return from_float_bits(self.packed[self.layout.argmax_row]) - self.start if self.layout.argmax else None
+
+    @property
+    def logit_sum(self) -> Tensor | None:
+        """[N], sum of column_weight * x; a backend is asked for it only with a softcap, else it is linear"""
+        return self.packed[self.layout.logit_sum_row] if self.layout.logit_sum else None
+
+
+class Merged(NamedTuple):
+    """Statistics over the whole vocabulary, in the order of the caller's tokens, 0 for those that do not count."""
+
+    lse: Tensor  # [N]
+    target_logit: Tensor  # [N], or [N, K] like the targets
+    entropy: Tensor | None  # [N]
+    logit_sum: Tensor | None  # [N]
+    argmax: Tensor | None  # [N] int64, global
+
+
+def as_float_bits(ids: Tensor, dtype: torch.dtype) -> Tensor:
+    return ids.to(torch.int32 if dtype == torch.float32 else torch.int64).view(dtype)
+
+
+def from_float_bits(bits: Tensor) -> Tensor:
+    bits = bits.contiguous()
+    return bits.view(torch.int32 if bits.dtype == torch.float32 else torch.int64).to(torch.int64)
 
 
 @dataclass(frozen=True)

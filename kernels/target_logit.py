@@ -5,7 +5,6 @@ compare per element; gathering reads N * D numbers of the weight once, 0.1% of t
 subtraction lse - target_logit are fp32 sums, in different orders: the caller clamps.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,9 +22,11 @@ def target_logit_kernel(
     bias_ptr,  # [V] or None
     scale_ptr,  # [] fp32 or None
     target_ptr,  # [N * K] int64, -1 for none
-    out_ptr,  # [N * K] out
+    out_ptr,  # [.., N] out: column k of the targets is row first_row + k
     n_pairs,
     per_token,  # K
+    n,
+    first_row,
     stride_hidden_row,
     stride_hidden_col,
     stride_weight_row,
@@ -62,19 +63,20 @@ def target_logit_kernel(
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + row, mask=exists, other=0.0).to(tl.float32)
     x = logits_of(tl.sum(acc, 1), bias, load_scale(scale_ptr), softcap, HAS_SOFTCAP)
-    tl.store(out_ptr + pairs, tl.where(exists, x, 0.0), mask=pairs < n_pairs)
+    out = out_ptr + (first_row + pairs % per_token).to(tl.int64) * n + pairs // per_token
+    tl.store(out, tl.where(exists, x, 0.0), mask=pairs < n_pairs)
 
 
-def target_logits(hidden: Tensor, head: Head, target: Tensor) -> Tensor:
-    """fp32 logits of `target` ([N], or [N, K]: K columns per token), local rows; 0 where it is -1."""
-    out = torch.zeros(target.shape, dtype=torch.float32, device=hidden.device)
-    if out.numel() == 0 or head.weight.shape[0] == 0:
-        return out
+def write_target_logits(hidden: Tensor, head: Head, target: Tensor, packed: Tensor, first_row: int) -> None:
+    """fp32 logits of `target` ([N], or [N, K]: K columns per token), local rows; 0 where it is -1.
+
+    Column k of the targets is written to packed[first_row + k], [.., N].
+    """
+    n, n_pairs = packed.shape[1], target.numel()
     low_hidden, low_weight, rank = low_rank_arguments(head)
-    target_logit_kernel[(ceil_div(out.numel(), 4),)](
-        hidden, head.weight, low_hidden, low_weight, head.bias, scale_tensor(head), target.contiguous(), out,
-        out.numel(), target.shape[1] if target.dim() > 1 else 1, *hidden.stride(), *head.weight.stride(),
-        head.softcap or 1.0,
-        D=hidden.shape[1], RANK=rank, HAS_SOFTCAP=head.softcap is not None, BLOCK=4, BLOCK_D=512, num_warps=4,
+    target_logit_kernel[(ceil_div(n_pairs, 4),)](
+        hidden, head.weight, low_hidden, low_weight, head.bias, scale_tensor(head), target.contiguous(), packed,
+        n_pairs, target.shape[1] if target.dim() > 1 else 1, n, first_row, *hidden.stride(), *head.weight.stride(),
+        head.softcap or 1.0, D=hidden.shape[1], RANK=rank, HAS_SOFTCAP=head.softcap is not None, BLOCK=4, BLOCK_D=512,
+        num_warps=4,
     )  # fmt: skip
-    return out

@@ -190,6 +190,8 @@ def scale_tensor(head: Head) -> Tensor | None:
 
 def compute_dtype(hidden: Tensor, head: Head) -> torch.dtype:
     """What operands are converted to before a product, tile by tile."""
+    if hidden.dtype == head.weight.dtype:
+        return hidden.dtype
     return torch.promote_types(hidden.dtype, head.weight.dtype)
 
 

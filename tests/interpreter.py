@@ -82,6 +82,7 @@ def poison_empty(patch: pytest.MonkeyPatch) -> None:
     """`torch.empty` holds NaN (the largest integer), so that a number nobody wrote shows in a result."""
     patch.setattr(torch, "empty", _poisoned(torch.empty))
     patch.setattr(torch, "empty_like", _poisoned(torch.empty_like))
+    patch.setattr(torch, "empty_strided", _poisoned(torch.empty_strided))
 
 
 def _poisoned(make: Callable) -> Callable:

@@ -17,7 +17,9 @@ from aot import SHARED_LIMIT, TARGETS, compile_launches, recorded_launches
 
 import vpcce
 from vpcce.kernels.local import hot_set_stats, local_backward, local_stats
-from vpcce.kernels.problem import Head, LowRank, Policy, RowGradients, Sampling
+from vpcce.kernels.merge import merge_bounds, merge_ranks
+from vpcce.kernels.problem import Head, LowRank, Policy, RowGradients, Sampling, StatsLayout
+from vpcce.kernels.rows import row_gradients, select_rows, take_rows
 
 N, V = 256, 1000
 # Bytes, of the common cases and of the others.
@@ -64,7 +66,7 @@ def training_step(case: Case) -> None:
         head = replace(head, low_rank=LowRank(hidden[:, : case.rank].contiguous(), weight[:, : case.rank].contiguous()))
     sampling = None
     if case.policy.kind == "sampled":
-        hot_set_stats(hidden, head, target, n_rows=count)
+        hot_set_stats(hidden, head, target)
         sampling = Sampling(torch.tensor(1), case.policy.eps, per_row)
     options = dict(entropy=case.options, argmax=case.options, logit_sum=case.options)
     stats = local_stats(hidden, head, target, n_rows=count, sampling=sampling, **options)
@@ -98,3 +100,32 @@ def test_compiles_and_fits(case, target):
             assert usage.spills <= SPILL_LIMIT[target][0 if common else 1], usage
     if target == "sm90" and case is CASES["exact"]:
         assert all(usage.spills == 0 for usage in usages), "the kernels that the speed on an H200 stands on"
+
+
+def small_kernels(n: int, dtype: torch.dtype, ignore_index: int | None, options: bool, ranks: int) -> None:
+    """The kernels per token, forward and backward, as `vpcce.autograd` calls them."""
+    target, per_row = torch.zeros(n, dtype=torch.int64), torch.zeros(n)
+    for check in (True, False):
+        found = select_rows(target, ignore_index=ignore_index, start=0, stop=V, vocab_size=V, check=check)
+        if found.index is not None:
+            take_rows(torch.zeros(n, 256, dtype=dtype), found.index, found.count)
+    layout = StatsLayout(None, options, options, options)
+    merge_ranks(torch.zeros(ranks, layout.n_rows, n), layout, V, found.index, found.count)
+    merge_bounds(torch.zeros(ranks, 2 * n + 2)[:, :-2].view(ranks, 2, n) if ranks > 1 else torch.zeros(2, n))
+    grads = (per_row[:1].expand(n), per_row, *((per_row, per_row) if options else (None, None)))
+    row_gradients(grads, per_row, per_row, found.index, found.count)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_small_kernels_compile_and_fit(target):
+    """Also for one token, whose count is a constant to the compiler."""
+    with recorded_launches(target) as launches:
+        small_kernels(N, torch.bfloat16, -100, options=False, ranks=1)
+        small_kernels(N + 1, torch.float16, -100, options=True, ranks=8)
+        small_kernels(N, torch.float32, None, options=True, ranks=8)
+        small_kernels(1, torch.bfloat16, -100, options=True, ranks=2)
+    assert all(size == 1 for _, _, arguments in launches for size in arguments["grid"][1:])
+    usages = compile_launches(launches, target)
+    assert len(usages) >= 12
+    for usage in usages:
+        assert usage.shared <= SHARED_LIMIT[target] and not usage.spills, usage

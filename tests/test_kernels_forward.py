@@ -19,7 +19,6 @@ from vpcce.kernels.forward import forward_stats
 from vpcce.kernels.launch_table import choose_splits
 from vpcce.kernels.local import local_stats
 from vpcce.kernels.problem import Head
-from vpcce.kernels.target_logit import target_logits
 
 pytestmark = [
     pytest.mark.interpreter,
@@ -263,7 +262,7 @@ def test_several_columns_per_token():
     columns = torch.randint(0, 50, (10, 3))
     columns[4, 1] = -1
     truth = torch.where(columns >= 0, problem.logits().gather(1, columns.clamp(min=0)), 0.0)
-    close(target_logits(problem.hidden, problem.head, columns), truth)
+    close(local_stats(problem.hidden, problem.head, columns).target_logit, truth)
 
 
 @pytest.mark.parametrize("programs", [132, 108])

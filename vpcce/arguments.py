@@ -130,9 +130,9 @@ def prepare(
         weight_policy=policies[1].text,
     )
     return Arguments(
-        hidden=hidden.reshape(-1, hidden.shape[-1]),
+        hidden=hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1]),
         weight=weight,
-        target=(target.reshape(-1) if per_token is None else target.reshape(-1, per_token)).to(torch.int64),
+        target=_flat(target, per_token).to(torch.int64),
         bias=bias,
         scale=logit_scale if isinstance(logit_scale, Tensor) else None,
         class_weight=None if class_weight is None else class_weight.detach().to(_stats_dtype(hidden, weight)),
@@ -143,6 +143,13 @@ def prepare(
         shape=tokens.shape,
         settings=settings,
     )
+
+
+def _flat(target: Tensor, per_token: int | None) -> Tensor:
+    """[N], or [N, K]; a target that has that shape is handed on as it is, since a view takes host time too."""
+    if target.dim() == (1 if per_token is None else 2):
+        return target
+    return target.reshape(-1) if per_token is None else target.reshape(-1, per_token)
 
 
 def without_dtensors(who: str, hidden, weight, target, bias, shard: VocabShard | None):

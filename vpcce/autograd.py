@@ -21,22 +21,23 @@ is no tensor. Nothing here waits for the device, and the host waits for other ra
 `vpcce.parallel.agreement` says so.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from vpcce import reference
-from vpcce.kernels.problem import Head, Marks, Sampling
+from vpcce.kernels.problem import Head, Marks, Merged, Sampling, StatsLayout
 from vpcce.lora import LoRA, described, grad_of_a, low_rank
 from vpcce.parallel import agreement, collectives
-from vpcce.row_terms import as_float_bits, from_float_bits, linear_logit_sum, row_gradients
+from vpcce.row_terms import linear_logit_sum, merge_bounds, merge_ranks, row_gradients
 from vpcce.settings import Settings, check_agreement, decode
-from vpcce.tokens import Rows, check_targets, largest_target_logit, local_target
+from vpcce.tokens import Rows, check_targets, uses_kernels
 
 
-@torch.library.custom_op("vpcce::head_stats", mutates_args=())
-def head_stats_op(
+def _forward(
     hidden: Tensor,  # [N, D], or [N / T, D] with sequence_parallel
     weight: Tensor,  # [stop - start, D]
     target: Tensor,  # [N] int64, global ids; or [N, K]
@@ -49,11 +50,8 @@ def head_stats_op(
     softcap: float | None,
     lora_scale: float,
     settings: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """lse [N], target_logit like target, entropy, logit_sum [N], argmax [N] int64, and the backend's marks and seed.
-
-    Statistics that were not asked for are empty; those of ignored tokens are 0.
-    """
+) -> list[Tensor]:
+    """The fields of `Outputs` that were asked for. Statistics of ignored tokens are 0."""
     how = decode(settings)
     group = collectives.resolve(how.group)
     try:
@@ -65,84 +63,70 @@ def head_stats_op(
     lora = None if lora_a is None else LoRA(lora_a, lora_b, lora_scale)
     options = [("logit_scale", factor), ("softcap", softcap), ("lora's rank, scale and dtypes", described(lora))]
     check_agreement(group, how, hidden, weight, target, bias, options)
-    rows = Rows.select(target, how.ignore_index)
+    rows = Rows(target, how, check=True)
     tokens = rows.take(collectives.gather_tokens(hidden, group if how.sequence_parallel else None))
     backend = _backend(hidden)
     head = _head(how, weight, bias, logit_scale if scale is None else scale, softcap, column_weight)
     head = _with_lora(head, backend, tokens, lora_a, lora_b, lora_scale)
-    labels = rows.take(target)
-    local = local_target(labels, how, rows)
 
     sampling = None
-    seed = torch.empty(0, dtype=torch.int64, device=hidden.device)
     if how.marks:
         seed = torch.randint(2**62, (), device=hidden.device)
-        bound, seed = _lower_bound(backend, tokens, head, local, rows, seed, group)
+        bound, seed = _lower_bound(backend, tokens, head, rows, seed, group)
         eps = min(policy.eps for policy in how.policies if policy.kind != "exact")
         sampling = Sampling(seed, eps, bound)
     want_sum = how.logit_sum and softcap is not None
     part = backend.local_stats(
-        tokens, head, local, n_rows=rows.count, entropy=how.entropy, argmax=how.argmax, logit_sum=want_sum,
+        tokens, head, rows.local, n_rows=rows.count, entropy=how.entropy, argmax=how.argmax, logit_sum=want_sum,
         sampling=sampling,
     )  # fmt: skip
-    linear_sum = linear_logit_sum(tokens, head) if how.logit_sum and not want_sum else None
-
-    chosen = part.target_logit if target.dim() == 2 else part.target_logit[:, None]
-    packed = [part.max, part.sum, *chosen.unbind(1)]
-    others = len(packed)
-    if how.entropy:
-        packed.append(part.expected)
-    if how.logit_sum:
-        packed.append(linear_sum if linear_sum is not None else part.logit_sum)
-    if how.argmax:
-        packed.append(as_float_bits(part.argmax + how.start, part.max.dtype))
-    ranks = collectives.gather_stats(torch.stack(packed), group)  # [T, k, N]
-
-    top = ranks[:, 0].amax(0)
-    shift = torch.where(top.isinf(), 0.0, top)
-    weights = torch.exp(ranks[:, 0] - shift)
-    total = (ranks[:, 1] * weights).sum(0)
-    target_logit = ranks[:, 2:others].sum(0).T  # [N, K]
-    lse = torch.maximum(shift + total.log(), largest_target_logit(target_logit, labels, how))
-    target_logit = target_logit.reshape(labels.shape)
-    entropy, logit_sum = lse.new_empty(0), lse.new_empty(0)
-    argmax = torch.empty(0, dtype=torch.int64, device=hidden.device)
-    if how.entropy:
-        entropy = rows.spread(lse - (ranks[:, others] * weights).sum(0) / total)
-    if how.logit_sum:
-        logit_sum = rows.spread(ranks[:, others + how.entropy].sum(0))
-    if how.argmax:
-        ids = from_float_bits(ranks[:, -1])
-        argmax = rows.spread(torch.where(ranks[:, 0] == top, ids, how.vocab_size).amin(0))
-    marks = part.marks.bits if part.marks is not None else torch.empty(0, dtype=torch.int32, device=hidden.device)
-    return rows.spread(lse), rows.spread(target_logit), entropy, logit_sum, argmax, marks, seed
+    packed, layout = part.packed, part.layout
+    if how.logit_sum and not want_sum:
+        packed, layout = torch.cat([packed, linear_logit_sum(tokens, head)[None]]), layout._replace(logit_sum=True)
+    merged = _merge(packed, layout, group, target, how, rows)
+    marks = (None, None) if sampling is None else (part.marks.bits, sampling.seed)
+    outputs = Outputs(*merged, *marks, None if how.ignore_index is None else rows.divisor())
+    return [output for output in outputs if output is not None]
 
 
-@head_stats_op.register_fake
-def _(
+class Outputs(NamedTuple):
+    """What the forward may return; `wanted` says which fields a call has."""
+
+    lse: Tensor  # [N]
+    target_logit: Tensor  # like target
+    entropy: Tensor | None  # [N]
+    logit_sum: Tensor | None  # [N]
+    argmax: Tensor | None  # [N] int64, global ids
+    marks: Tensor | None  # the backend's
+    seed: Tensor | None  # [] int64
+    divisor: Tensor | None  # [] int32, how many tokens count, but at least 1; with an ignore_index
+
+    @staticmethod
+    def wanted(how: Settings) -> tuple[bool, ...]:
+        optional = (how.entropy, how.logit_sum, how.argmax, how.marks, how.marks, how.ignore_index is not None)
+        return (True, True, *optional)
+
+
+def _fake_forward(
     hidden, weight, target, bias, scale, column_weight, lora_a, lora_b, logit_scale, softcap, lora_scale, settings
 ):  # fmt: skip
     how = decode(settings)
     n = target.shape[0]
     dtype = torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
     per_token = hidden.new_empty(n, dtype=dtype)
-    empty = hidden.new_empty(0, dtype=dtype)
-    marks = (0,)
+    outputs = [per_token, hidden.new_empty(target.shape, dtype=dtype)]
+    outputs += [torch.empty_like(per_token) for wanted in (how.entropy, how.logit_sum) if wanted]
+    if how.argmax:
+        outputs.append(hidden.new_empty(n, dtype=torch.int64))
     if how.marks:
-        marks = _backend(hidden).marks_shape(n, how.n_valid)
-    return (
-        per_token,
-        hidden.new_empty(target.shape, dtype=dtype),
-        torch.empty_like(per_token if how.entropy else empty),
-        torch.empty_like(per_token if how.logit_sum else empty),
-        hidden.new_empty(n if how.argmax else 0, dtype=torch.int64),
-        hidden.new_empty(marks, dtype=torch.int32),
-        hidden.new_empty(() if how.marks else (0,), dtype=torch.int64),
-    )
+        outputs.append(hidden.new_empty(_backend(hidden).marks_shape(n, how.n_valid), dtype=torch.int32))
+        outputs.append(hidden.new_empty((), dtype=torch.int64))
+    if how.ignore_index is not None:
+        outputs.append(hidden.new_empty((), dtype=torch.int32))
+    return outputs
 
 
-@torch.library.custom_op("vpcce::head_stats_backward", mutates_args=("main_grad",))
-def head_stats_backward_op(
+def _backward(
     grad_lse: Tensor | None,  # [N]
     grad_target_logit: Tensor | None,
     grad_entropy: Tensor | None,
@@ -156,9 +140,9 @@ def head_stats_backward_op(
     lora_a: Tensor | None,
     lora_b: Tensor | None,
     lse: Tensor,
-    entropy: Tensor,
-    marks: Tensor,
-    seed: Tensor,
+    entropy: Tensor | None,
+    marks: Tensor | None,
+    seed: Tensor | None,
     main_grad: Tensor | None,  # [stop - start, D]; dC is added to it
     needs: str,  # letters of the wanted gradients: h(idden) w(eight) b(ias) s(cale), A and B of LoRA
     logit_scale: float,
@@ -166,23 +150,21 @@ def head_stats_backward_op(
     lora_scale: float,
     settings: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dE, dC, dbias, dscale, da, db; empty where not wanted, and dC where it went into main_grad."""
+    """dE, dC, dbias, dscale, da, db; empty where not wanted, and dC where it went into main_grad.
+
+    No list as the forward's: PyTorch's functionalisation refuses one from operators that mutate an argument.
+    """
     how = decode(settings)
     group = collectives.resolve(how.group)
-    rows = Rows.select(target, how.ignore_index)
+    rows = Rows(target, how)
     tokens = rows.take(collectives.gather_tokens(hidden, group if how.sequence_parallel else None))
     backend = _backend(hidden)
     head = _head(how, weight, bias, logit_scale if scale is None else scale, softcap, column_weight)
     head = _with_lora(head, backend, tokens, lora_a, lora_b, lora_scale)
-    lse_rows = rows.take(lse)
     # torch.compile hands over empty gradients for the statistics that were not asked for.
-    grads = [
-        None if g is None or g.shape[:1] != lse.shape else rows.take(g)
-        for g in (grad_lse, grad_target_logit, grad_entropy, grad_logit_sum)
-    ]
-    labels = rows.take(target)
-    entropy_rows = None if grads[2] is None else rows.take(entropy)
-    upstream = row_gradients(grads, lse_rows, entropy_rows, labels.shape)
+    given = (grad_lse, grad_target_logit, grad_entropy, grad_logit_sum)
+    grads = tuple(None if g is None or g.shape[:1] != lse.shape else g for g in given)
+    lse_rows, upstream = _row_gradients(grads, lse, entropy, target, rows)
     hidden_policy, weight_policy = how.policies
     want_hidden = "h" in needs or "s" in needs
     low_grad = None
@@ -193,28 +175,28 @@ def head_stats_backward_op(
     )
     scale_part: list[Tensor] = []
 
-    on_device = rows.count is not None  # then the backend itself writes dE in the order of the tokens
-
     def hidden_grad_ready(part: Tensor) -> None:
         if low_grad is not None:
-            part.addmm_(rows.spread(low_grad) if on_device else low_grad, lora_a.to(part.dtype), alpha=lora_scale)
+            part.addmm_(rows.spread(low_grad) if rows.on_device else low_grad, lora_a.to(part.dtype), alpha=lora_scale)
         if "s" in needs:  # before the reduction consumes the part
-            in_order = part[rows.index] if on_device else part
+            in_order = part[rows.index] if rows.on_device else part
             scale_part.append((in_order.to(lse.dtype) * tokens.to(lse.dtype)).sum())
         if "h" in needs:
-            reduction(part if on_device else rows.spread(part))
+            reduction(part if rows.on_device else rows.spread(part))  # kernels write dE in the tokens' order
 
-    n_valid = how.n_valid
-    into = None if main_grad is None else main_grad[:n_valid]
+    into = None
+    if main_grad is not None:
+        torch.autograd.graph.increment_version(main_grad)
+        into = main_grad[: how.n_valid]
     reduced = group is not None and how.reduce_hidden_grad
     _, weight_grad, bias_grad = backend.local_backward(
-        tokens, head, local_target(labels, how, rows), lse_rows, upstream,
+        tokens, head, rows.local, lse_rows, upstream,
         n_rows=rows.count,
-        row_index=rows.index if on_device else None,
+        row_index=rows.index if rows.on_device else None,
         hidden_policy=hidden_policy if want_hidden or low_grad is not None else None,
         weight_policy=weight_policy if "w" in needs or "B" in needs else None,
         bias_grad="b" in needs or ("s" in needs and bias is not None),
-        marks=_marks(marks, seed),
+        marks=None if marks is None else Marks(marks, seed),
         main_grad=into,
         hidden_grad_dtype=lse.dtype if reduced or "s" in needs or low_grad is not None else hidden.dtype,
         hidden_grad_ready=hidden_grad_ready,
@@ -241,8 +223,7 @@ def head_stats_backward_op(
     )
 
 
-@head_stats_backward_op.register_fake
-def _(
+def _fake_backward(
     grad_lse, grad_target_logit, grad_entropy, grad_logit_sum, hidden, weight, target, bias, scale, column_weight,
     lora_a, lora_b, lse, entropy, marks, seed, main_grad, needs, logit_scale, softcap, lora_scale, settings,
 ):  # fmt: skip
@@ -254,6 +235,24 @@ def _(
         hidden.new_empty(0) if "A" not in needs else lora_a.new_empty(lora_a.shape),
         hidden.new_empty(0) if "B" not in needs else lora_b.new_empty(lora_b.shape),
     )
+
+
+# Not `torch.library.custom_op`: its wrappers in Python take 8 us a call, and 80 us with the backward's 19 arguments of
+# which one is mutated. They keep autograd out and count versions, which `HeadStats` and `_backward` do here.
+_library = torch.library.Library("vpcce", "FRAGMENT")
+
+
+def _operator(name: str, function: Callable, fake: Callable, mutates: tuple[str, ...] = ()) -> Callable:
+    """torch.ops.vpcce.<name>, which runs `function` on every device."""
+    schema = torch.library.infer_schema(function, mutates_args=mutates, op_name=name)
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"vpcce::{name}", fake, lib=_library)
+    return getattr(torch.ops.vpcce, name).default
+
+
+head_stats_op = _operator("head_stats", _forward, _fake_forward)
+head_stats_backward_op = _operator("head_stats_backward", _backward, _fake_backward, mutates=("main_grad",))
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -274,18 +273,19 @@ class HeadStats(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, hidden, weight, target, bias, scale, column_weight, lora_a, lora_b, logit_scale, softcap, lora_scale,
-        settings, main_grad,
+        settings, wanted, main_grad,
     ):  # fmt: skip
         operands = (hidden, weight, target, bias, scale, column_weight, lora_a, lora_b)
         options = (logit_scale, softcap, lora_scale, settings)
         with torch.autocast(hidden.device.type, enabled=False):
-            output = head_stats_op(*operands, *options)
-        lse, _, entropy, _, argmax, marks, seed = output
-        ctx.save_for_backward(*operands, lse, entropy, marks, seed)
+            given = iter(head_stats_op(*operands, *options))
+        output = Outputs(*(next(given) if want else None for want in wanted))
+        ctx.save_for_backward(*operands, output.lse, output.entropy, output.marks, output.seed)
         ctx.options, ctx.main_grad = options, main_grad
-        ctx.mark_non_differentiable(argmax, marks, seed)
+        integers = (output.argmax, output.marks, output.seed, output.divisor)
+        ctx.mark_non_differentiable(*(part for part in integers if part is not None))
         ctx.set_materialize_grads(False)
-        return output
+        return tuple(output)
 
     @staticmethod
     def backward(ctx, grad_lse, grad_target_logit, grad_entropy, grad_logit_sum, *_):
@@ -310,42 +310,53 @@ class HeadStats(torch.autograd.Function):
             None,
             grads[4] if need[6] else None,
             grads[5] if need[7] else None,
-            *(None,) * 5,
+            *(None,) * 6,
         )
 
 
 def head_stats(
     hidden, weight, target, *, settings: Settings, bias=None, scale=None, column_weight=None, logit_scale=1.0,
     softcap=None, main_grad=None, lora=None,
-):  # fmt: skip
+) -> Outputs:  # fmt: skip
     """Runs `HeadStats` on flattened arguments that `vpcce.arguments` has checked."""
     a, b, lora_scale = (None, None, 1.0) if lora is None else lora
-    return HeadStats.apply(
+    outputs = HeadStats.apply(
         hidden, weight, target, bias, scale, column_weight, a, b, logit_scale, softcap, lora_scale, settings.encode(),
-        main_grad,
+        Outputs.wanted(settings), main_grad,
     )  # fmt: skip
+    return Outputs(*outputs)
 
 
 def _backend(tensor: Tensor):
-    if tensor.device.type == "cpu" and not _interpreting():
+    if not uses_kernels(tensor):
         return reference
     from vpcce.kernels import local
 
     return local
 
 
-def _interpreting() -> bool:
-    """Whether Triton's interpreter is on, which runs the kernels on CPU tensors."""
-    try:
-        import triton
-    except ImportError:
-        return False
-    return triton.knobs.runtime.interpret
+def _merge(packed: Tensor, layout: StatsLayout, group, target: Tensor, how: Settings, rows: Rows) -> Merged:
+    if not rows.by_kernels:
+        return merge_ranks(collectives.gather_stats(packed, group), layout, target, how, rows)
+    from vpcce.kernels import merge
+
+    ranks = packed if group is None else collectives.gather_stats(packed, group)  # without a group, one view less
+    return merge.merge_ranks(ranks, layout, how.vocab_size, rows.index, rows.count)
+
+
+def _row_gradients(grads, lse: Tensor, entropy: Tensor | None, target: Tensor, rows: Rows):
+    if not rows.by_kernels:
+        return row_gradients(grads, lse, entropy, target, rows)
+    from vpcce.kernels import rows as kernels
+
+    return kernels.row_gradients(grads, lse, entropy, rows.index, rows.count)
 
 
 def _head(how: Settings, weight, bias, scale, softcap, column_weight) -> Head:
     """This rank's true ids: padding rows are cut off here and seen by nobody below."""
     n = how.n_valid
+    if n == weight.shape[0]:
+        return Head(weight, bias, scale, softcap, how.start, column_weight)
     return Head(
         weight=weight[:n],
         bias=None if bias is None else bias[:n],
@@ -363,19 +374,22 @@ def _with_lora(head: Head, backend, tokens, a, b, scale) -> Head:
     return replace(head, low_rank=low_rank(tokens, a, b[: len(head.weight)], scale, dtype))
 
 
-def _lower_bound(backend, tokens, head, local, rows, seed, group) -> tuple[Tensor, Tensor]:
+def _lower_bound(backend, tokens, head, rows, seed, group) -> tuple[Tensor, Tensor]:
     """A lower bound of every token's log-sum-exp from the batch's frequent targets, and rank 0's seed."""
-    hot_max, hot_sum = backend.hot_set_stats(tokens, head, local, n_rows=rows.count)
-    # The seed rides along as two rows of bits, so that all ranks toss the same coins.
-    halves = torch.stack([seed & 0x7FFFFFFF, seed >> 31]).to(torch.int32).view(torch.float32)
-    packed = torch.cat([torch.stack([hot_max, hot_sum], 1).float().flatten(), halves])
-    ranks = collectives.gather_stats(packed, group)
-    stats = ranks[:, :-2].view(ranks.shape[0], -1, 2)
-    top = stats[..., 0].amax(0)
-    shift = torch.where(top.isinf(), 0.0, top)
-    bound = shift + (stats[..., 1] * torch.exp(stats[..., 0] - shift)).sum(0).log()
-    low, high = ranks[0, -2:].contiguous().view(torch.int32).to(torch.int64)
-    return bound, low | (high << 31)
+    stats = backend.hot_set_stats(tokens, head, rows.local)  # [2, N]
+    ranks = stats
+    if group is not None:
+        # The seed rides along as two rows of bits, so that all ranks toss the same coins.
+        halves = torch.stack([seed & 0x7FFFFFFF, seed >> 31]).to(torch.int32).view(torch.float32)
+        gathered = collectives.gather_stats(torch.cat([stats.flatten(), halves]), group)  # [T, 2 N + 2]
+        low, high = gathered[0, -2:].contiguous().view(torch.int32).to(torch.int64)
+        seed = low | (high << 31)
+        ranks = gathered[:, :-2].view(gathered.shape[0], *stats.shape)
+    if rows.by_kernels:
+        from vpcce.kernels import merge
+
+        return merge.merge_bounds(ranks), seed
+    return merge_bounds(ranks), seed
 
 
 def _with_padding(grad: Tensor, n_rows: int) -> Tensor:
@@ -383,7 +397,3 @@ def _with_padding(grad: Tensor, n_rows: int) -> Tensor:
     if grad.shape[0] == n_rows:
         return grad
     return torch.cat([grad, grad.new_zeros(n_rows - grad.shape[0], *grad.shape[1:])])
-
-
-def _marks(bits: Tensor, seed: Tensor) -> Marks | None:
-    return Marks(bits, seed) if bits.numel() else None

@@ -181,17 +181,18 @@ def linear_cross_entropy(
         logit_sum=refused is None and label_smoothing > 0, class_weight=class_weight, main_grad=main_grad,
         reduce_hidden_grad=reduce_hidden_grad, lora=lora, upstream=upstream, refused=refused,
     )  # fmt: skip
-    lse, target_logit, _, logit_sum, _ = _run(call)
+    run = _run(call)
+    lse, target_logit, logit_sum = run.lse, run.target_logit, run.logit_sum
     share = _target_weight(call)
     loss = lse - target_logit if share is None else share * (lse - target_logit)
-    if label_smoothing > 0:
+    if logit_sum is not None:
         mean_weight = 1.0 if call.class_weight is None else call.class_weight.mean()
         smooth = mean_weight * lse - logit_sum / call.settings.vocab_size
         loss = (1 - label_smoothing) * loss + label_smoothing * smooth
-    loss = _reduce(call, loss, reduction, share)
+    loss = _reduce(call, loss, reduction, run.divisor, share)
     if z_loss == 0:
         return (loss, torch.zeros_like(loss)) if return_z_loss else loss
-    z_term = _reduce(call, z_loss * lse.square(), reduction)
+    z_term = _reduce(call, z_loss * lse.square(), reduction, run.divisor)
     return (loss + z_term, z_term.detach()) if return_z_loss else loss + z_term
 
 
@@ -244,25 +245,24 @@ def stats_of(
 ) -> LinearStats:
     """`linear_stats` for the function `who`, whose name stands in errors."""
     call = prepare(who, hidden, weight, target, entropy=entropy, argmax=argmax, several_ids=True, **options)
-    lse, target_logit, entropies, _, ids = _run(call)
+    run = _run(call)
     return LinearStats(
-        lse.view(call.shape),
-        target_logit.view(target.shape),
-        entropies.view(call.shape) if entropy else None,
-        ids.view(call.shape) if argmax else None,
+        run.lse.view(call.shape),
+        run.target_logit.view(target.shape),
+        None if run.entropy is None else run.entropy.view(call.shape),
+        None if run.argmax is None else run.argmax.view(call.shape),
     )
 
 
-def _run(call: Arguments):
+def _run(call: Arguments) -> autograd.Outputs:
     how = call.settings
     smoothed_weight = None
     if call.class_weight is not None and how.logit_sum:
         smoothed_weight = call.class_weight[how.start : how.start + how.n_valid]
-    outputs = autograd.head_stats(
+    return autograd.head_stats(
         call.hidden, call.weight, call.target, bias=call.bias, scale=call.scale, column_weight=smoothed_weight,
         logit_scale=call.logit_scale, softcap=call.softcap, main_grad=call.main_grad, settings=how, lora=call.lora,
     )  # fmt: skip
-    return outputs[:5]
 
 
 def _target_weight(call: Arguments) -> Tensor | None:
@@ -275,19 +275,15 @@ def _target_weight(call: Arguments) -> Tensor | None:
     return torch.where(kept, call.class_weight[torch.where(kept, call.target, 0)], 0.0)
 
 
-def _reduce(call: Arguments, per_token: Tensor, reduction: str, share: Tensor | None = None) -> Tensor:
-    """A "mean" divides by the number of tokens that count, or by the sum of their `share`."""
+def _reduce(
+    call: Arguments, per_token: Tensor, reduction: str, divisor: Tensor | None, share: Tensor | None = None
+) -> Tensor:
+    """A "mean" divides by the number of tokens that count (`divisor`; None is all), or by the sum of their `share`."""
     if reduction == "none":
         return per_token.view(call.shape)
     if reduction == "sum":
         return per_token.sum()
     if share is None:
-        return per_token.sum() / _n_kept(call).clamp(min=1)
+        return per_token.sum() / (max(call.target.numel(), 1) if divisor is None else divisor)
     total = share.sum()
     return per_token.sum() / torch.where(total == 0, 1.0, total)
-
-
-def _n_kept(call: Arguments) -> Tensor:
-    if call.settings.ignore_index is None:
-        return torch.full((), call.target.numel(), device=call.target.device)
-    return (call.target != call.settings.ignore_index).sum()

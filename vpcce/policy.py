@@ -11,6 +11,7 @@ dE and dC may use different policies: pass `backward=(policy of dE, policy of dC
 """
 
 import ast
+import functools
 from dataclasses import dataclass, field
 
 import torch
@@ -31,6 +32,7 @@ class BackwardPolicy:
         object.__setattr__(self, "text", repr((self.kind, self.eps, self.sort, self.deterministic)))
 
     @classmethod
+    @functools.lru_cache(maxsize=256)
     def from_text(cls, text: str) -> "BackwardPolicy":
         return cls(*ast.literal_eval(text))
 

@@ -73,13 +73,17 @@ def local_stats(
             expected = expected * rescale + torch.where(e > 0, e * x, 0.0).sum(1)
         total = total * rescale + e.sum(1)
         top = new_top
-    return LocalStats(top, total, target_logit.view(target.shape), expected, best, weighted, _no_marks(sampling))
+    return LocalStats.pack(
+        top, total, target_logit.view(target.shape), head.start, expected=expected, argmax=best, logit_sum=weighted,
+        marks=_no_marks(sampling),
+    )  # fmt: skip
 
 
-def hot_set_stats(hidden: Tensor, head: Head, target: Tensor, *, n_rows: Tensor | None = None):
+def hot_set_stats(hidden: Tensor, head: Head, target: Tensor) -> Tensor:
     """A bound of the log-sum-exp speeds up kernels; the slices here need none, and -inf is a lower bound."""
-    n = hidden.shape[0]
-    return hidden.new_full((n,), -torch.inf, dtype=torch.float32), hidden.new_zeros(n, dtype=torch.float32)
+    stats = hidden.new_zeros(2, hidden.shape[0], dtype=torch.float32)
+    stats[0] = -torch.inf
+    return stats
 
 
 def marks_shape(n: int, n_columns: int) -> tuple[int, ...]:

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from vpcce.arguments import Arguments, group_of, prepare, without_dtensors
-from vpcce.kernels.problem import LowRank
+from vpcce.kernels.problem import LowRank, as_float_bits, from_float_bits
 from vpcce.lora import LoRA, described, low_rank
 from vpcce.parallel import collectives
 from vpcce.parallel.shard import VocabShard
-from vpcce.row_terms import as_float_bits, from_float_bits
 from vpcce.settings import check_agreement
 
 MAX_K = 64
