@@ -83,7 +83,7 @@ def test_a_mean_on_one_rank(ignore_index):
     assert Counter(first) == Counter(
         [*small, "forward_kernel", "merge_splits_kernel", "target_logit_kernel", "merge_ranks_kernel"]
     )
-    assert Counter(second) == Counter([*small, "row_gradients_kernel", "gradient_kernel", *2 * ["product_kernel"]])
+    assert Counter(second) == Counter([*small, "row_gradients_kernel", "gradient_kernel", *2 * ["products_kernel"]])
     assert forward.total() <= most_forward, forward
     assert backward.total() <= most_backward, backward
 

@@ -125,7 +125,7 @@ class Shard:
 
 @pytest.fixture
 def small_groups(monkeypatch):
-    monkeypatch.setattr(backward_packed, "SMALL_GROUP", 1024)
+    monkeypatch.setattr(backward_packed, "DENSE_GROUP", 1024)
     monkeypatch.setattr(backward_packed, "SLAB_COLUMNS", 512)
     poison_empty(monkeypatch)
     mend_bf16(monkeypatch)

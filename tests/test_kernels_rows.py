@@ -36,8 +36,9 @@ def poisoned(monkeypatch):
 
 def settings(ignore_index: int | None, **options) -> Settings:
     plain = dict(
-        start=START, stop=STOP, vocab_size=VOCAB, group="", check=False, sequence_parallel=False, entropy=False,
-        argmax=False, logit_sum=False, marks=False, reduce_hidden_grad=True, upstream="", deterministic=False,
+        who="test", start=START, stop=STOP, vocab_size=VOCAB, group="", check=False, sequence_parallel=False,
+        entropy=False, argmax=False, logit_sum=False, marks=False, hidden_grad=True, scale_grad=False, lora_grad=False,
+        gathers_again=False, reduce_hidden_grad=True, upstream="", deterministic=False,
         hidden_policy=vpcce.exact().text, weight_policy=vpcce.exact().text,
     )  # fmt: skip
     return Settings(ignore_index=ignore_index, **(plain | options))

@@ -6,6 +6,7 @@ which traces the encoding too, and the ranks that compare their settings see one
 
 import ast
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -76,7 +77,7 @@ NAMES = {
 }
 
 
-def check_agreement(group, how: Settings, hidden, weight, target, bias, options: list[tuple[str, object]]) -> None:
+def check_agreement(group, how: Settings, hidden, weight, target, bias, options: Sequence[tuple[str, object]]) -> None:
     """Every rank must ask the same question of the same tokens; only the rows of the weight differ."""
     if not agreement.is_due(group, how.check):
         return
