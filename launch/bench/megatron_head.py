@@ -39,8 +39,8 @@ WARM_UP, REPEATS = 3, 15
 def ours(backward, main_grad: bool = False) -> Callable:
     def build(weight, shard):
         buffer = torch.zeros(weight.shape, device=weight.device) if main_grad else None
-        return lambda hidden, target: vpcce.linear_cross_entropy(
-            hidden, weight, target, shard=shard, backward=backward, main_grad=buffer
+        return lambda hidden, target: vpcce.linear_cross_entropy(  # no token is ignored, as in Megatron's own loss
+            hidden, weight, target, shard=shard, backward=backward, main_grad=buffer, ignore_index=None
         )
 
     return build

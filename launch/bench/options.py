@@ -28,10 +28,12 @@ RESULTS = Path(__file__).parent / "results" / "h200-options.json"
 POLICIES = {"exact": vpcce.exact, "sampled": vpcce.sampled}
 
 
-def options(v: int, device: str) -> dict[str, Callable[..., Tensor]]:
+def options(v: int, d: int, device: str) -> dict[str, Callable[..., Tensor]]:
     """Name of an option -> scalar(hidden, weight, target, backward)."""
     bias = torch.zeros(v, device=device, dtype=head.DTYPE, requires_grad=True)
     scale = torch.ones((), device=device, requires_grad=True)
+    a = torch.randn(16, d, device=device, dtype=head.DTYPE).mul_(d**-0.5).requires_grad_()
+    lora = vpcce.LoRA(a, torch.zeros(v, 16, device=device, dtype=head.DTYPE, requires_grad=True))
 
     def with_options(**values):
         return lambda h, w, t, backward: vpcce.linear_cross_entropy(h, w, t, backward=backward, **values)
@@ -41,6 +43,14 @@ def options(v: int, device: str) -> dict[str, Callable[..., Tensor]]:
 
     def logprobs(h, w, t, backward):
         return -vpcce.linear_logprobs(h, w, t, backward=backward).mean()
+
+    def adapted(h, w, t, backward):  # plain has dC, this has the two narrow gradients in its place
+        return vpcce.linear_cross_entropy(h, w.detach(), t, backward=backward, lora=lora)
+
+    def with_topk(h, w, t, backward):
+        with torch.no_grad():
+            vpcce.linear_topk(h, w, 8)
+        return vpcce.linear_cross_entropy(h, w, t, backward=backward)
 
     return {
         "bias": with_options(bias=bias),
@@ -53,6 +63,8 @@ def options(v: int, device: str) -> dict[str, Callable[..., Tensor]]:
         "linear_logprobs": logprobs,
         "entropy": with_stats(lambda s: (s.lse - s.target_logit - 0.01 * s.entropy).mean(), entropy=True),
         "argmax": with_stats(lambda s: (s.lse - s.target_logit).mean(), argmax=True),
+        "lora, rank 16, weight frozen": adapted,
+        "linear_topk beside the loss, k = 8": with_topk,
     }
 
 
@@ -71,7 +83,7 @@ def run(shape: tuple[int, int, int], budget_s: float, command: str, out: Path) -
     rows = []
     for policy, make in POLICIES.items():
         plain = partial(vpcce.linear_cross_entropy, *tensors, backward=make())
-        for name, option in options(shape[1], device).items():
+        for name, option in options(*shape[1:], device).items():
             row = dict(
                 hardware=torch.cuda.get_device_name() if device == "cuda" else "CPU",
                 versions=dict(torch=torch.__version__),
