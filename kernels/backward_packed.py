@@ -265,7 +265,7 @@ class _Work:
         self.union = ints(layout.round_pairs)
         self.union_start = ints(layout.n_super, layout.n_slabs)
         self.union_count = ints(layout.n_super, layout.n_slabs)
-        self.touched, self.shared = torch.zeros(2, self.n_words, dtype=torch.int32, device=device)
+        self.touched = torch.zeros(self.n_words, dtype=torch.int32, device=device)
         pack.list_kernel[(layout.n_groups, layout.n_blocks)](
             marks.bits, n_rows, layout.start, layout.dense, self.word_start, self.list, self.n_words, self.n_columns,
             GROUP_WORDS=layout.group_words, BLOCK=LIST_BLOCK, num_warps=4,
@@ -301,8 +301,8 @@ class _Work:
             GROUPS=at.groups_pow2, BLOCK=LIST_BLOCK, PROGRAMS=at.processors * 4, num_warps=4,
         )  # fmt: skip
         pack.union_kernel[(at.processors * 4,)](
-            self.kept_bits, at.start, plan, self.union, self.union_start, self.union_count, self.touched, self.shared,
-            self.n_words, at.n_groups, at.n_slabs, GROUP_WORDS=at.group_words, SLAB_WORDS=at.slab_columns // 32,
+            self.kept_bits, at.start, plan, self.union, self.union_start, self.union_count, self.touched, self.n_words,
+            at.n_groups, at.n_slabs, GROUP_WORDS=at.group_words, SLAB_WORDS=at.slab_columns // 32,
             PROGRAMS=at.processors * 4, num_warps=4,
         )  # fmt: skip
 
@@ -343,15 +343,13 @@ class _Work:
         programs, blocks = packed_launch("stream", self.device, self.dtype)
         n_parts = at.n_slabs * triton.cdiv(self.d, blocks["BLOCK_D"])
         ring = torch.zeros(RING, at.slab_columns, blocks["BLOCK_D"], dtype=torch.float32, device=self.device)
-        counters = torch.zeros(1 + 2 * n_parts + at.n_groups, dtype=torch.int32, device=self.device)
-        ticket, added, rounded, groups = counters.split([1, n_parts, n_parts, at.n_groups])
+        counters = torch.zeros(1 + 2 * n_parts, dtype=torch.int32, device=self.device)
         packed_stream_kernel[(programs,)](
             self.hidden, at.storage, at.extra, self.unit, at.dense, at.plan[0], self.marks.bits, self.kept_bits,
-            self.word_start, self.union, self.union_start, self.union_count, self.touched, self.shared, self.n_rows,
-            self.constant_hidden, self.head.column_weight, ring, ticket, added, rounded, groups, out,
+            self.word_start, self.union, self.union_start, self.union_count, self.touched, self.n_rows,
+            self.constant_hidden, self.head.column_weight, ring, counters, counters[1:], counters[1 + n_parts :], out,
             self.n, self.hidden.stride(0), self.n_words, at.n_slabs, self.n_columns, at.n_super, D=self.d,
-            SLAB=at.slab_columns, GROUP_SLABS=at.group_columns // at.slab_columns, RING=RING, LAG=LAG, SLOTS=4,
-            ROUND_ROWS=min(512, at.slab_columns),
+            SLAB=at.slab_columns, RING=RING, LAG=LAG, SLOTS=4, ROUND_ROWS=min(512, at.slab_columns),
             ROUND_STEP=32, **blocks,
         )  # fmt: skip
 

@@ -300,7 +300,6 @@ def union_kernel(
     union_start_ptr,  # [super-blocks, slabs] int32 out
     union_count_ptr,  # [super-blocks, slabs] int32 out
     touched_ptr,  # [words] int32, zeros: out, columns that stay anywhere
-    shared_ptr,  # [words] int32, zeros: out, columns that stay in more than one super-block
     n_words,
     n_groups,
     n_slabs,
@@ -327,8 +326,7 @@ def union_kernel(
             once = kept_0 ^ kept_1 ^ kept_2 ^ kept_3
             once &= ~((kept_0 & kept_1 & kept_2) | (kept_3 & ((kept_0 & kept_1) | (kept_2 & (kept_0 | kept_1)))))
             union = kept_0 | kept_1 | kept_2 | kept_3
-            earlier = tl.atomic_or(touched_ptr + words, union, mask=words < n_words, sem="relaxed")
-            tl.atomic_or(shared_ptr + words, earlier & union, mask=words < n_words, sem="relaxed")
+            tl.atomic_or(touched_ptr + words, union, mask=words < n_words, sem="relaxed")
             total = _append(union_ptr + at, once & kept_0, words, bit)
             total += _append(union_ptr + at + total, once & kept_1, words, bit)
             total += _append(union_ptr + at + total, union & ~once, words, bit)

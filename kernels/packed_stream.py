@@ -10,12 +10,9 @@ Step k of the order holds the adds of part k and the rounds of part k - LAG. A r
 are done, an add until the part that used its place before is rounded. What an item waits for has a smaller ticket,
 so a running program has taken it: waits end, however many programs run at once. Most items find it done already.
 
-Only columns that several super-blocks keep need a sum: one in five at the benchmark's shapes. Where one super-block
-alone keeps a column (one in four), its add rounds and writes dC itself; the zeros of all others are written without
-reading or clearing the part.
-
-G lies in the storage of dC's later columns (`pack`): while a group of columns is worked on, G of that group and the
-later ones lies behind the group. So nothing is written into a group's dC before the earlier groups' adds are done.
+Columns that no row block kept have no sum: their zeros are written without reading or clearing the part, which is
+four columns in five at the benchmark's shapes. G lies in the storage of dC's later columns (`pack`), so the order of
+parts, slab by slab from the front, also decides when G may be overwritten.
 """
 
 import triton
@@ -25,15 +22,6 @@ from .pack import PLAN_LAST, word_of
 from .packed_gradient import load_arena
 from .packed_products import column_products
 from .tickets import signal, wait_for
-
-
-@triton.jit
-def _constant(constant_hidden_ptr, column_weight_ptr, column, valid, offs_d, D: tl.constexpr):
-    """What every column's gradient has on top, [columns, BLOCK_D]."""
-    share = tl.load(constant_hidden_ptr + offs_d, mask=offs_d < D, other=0.0)[None, :]
-    if column_weight_ptr is not None:
-        share = tl.load(column_weight_ptr + column, mask=valid, other=0.0)[:, None] * share
-    return share
 
 
 @triton.jit
@@ -50,8 +38,7 @@ def packed_stream_kernel(
     union_ptr,  # [pairs]
     union_start_ptr,  # [super-blocks, slabs]
     union_count_ptr,  # [super-blocks, slabs]
-    touched_ptr,  # [words] columns that any super-block keeps
-    shared_ptr,  # [words] columns that more than one keeps
+    touched_ptr,  # [words]
     n_rows_ptr,  # [1] or None
     constant_hidden_ptr,  # [D] fp32 or None: adds column_weight (x) constant_hidden
     column_weight_ptr,  # [V] fp32 or None
@@ -59,7 +46,6 @@ def packed_stream_kernel(
     ticket_ptr,  # [1] int32, zero
     added_ptr,  # [parts] int32, zeros
     rounded_ptr,  # [parts] int32, zeros
-    group_ptr,  # [groups] int32, zeros: adds that are done
     out_ptr,  # [V, D] contiguous
     n,
     stride_hidden,
@@ -69,7 +55,6 @@ def packed_stream_kernel(
     n_super,
     D: tl.constexpr,
     SLAB: tl.constexpr,
-    GROUP_SLABS: tl.constexpr,
     RING: tl.constexpr,
     LAG: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -93,7 +78,6 @@ def packed_stream_kernel(
     PART: tl.constexpr = SLAB * BLOCK_D
     n_parts = n_slabs * N_D
     n_adds = n_super * SLOTS
-    group_adds = n_adds * GROUP_SLABS * N_D
     per_step = n_adds + ROUNDS
     n_items = (n_parts + LAG) * per_step
     item = tl.atomic_add(ticket_ptr, 1, sem="relaxed")
@@ -111,9 +95,7 @@ def packed_stream_kernel(
                 count = tl.load(union_count_ptr + super_block * n_slabs + slab)
                 start = tl.load(union_start_ptr + super_block * n_slabs + slab)
                 part_ptr = ring_ptr + (step % RING).to(tl.int64) * PART
-                group = slab // GROUP_SLABS
-                first = sub % SLOTS * BLOCK_N
-                for t in range(first, count, SLOTS * BLOCK_N):
+                for t in range(sub % SLOTS * BLOCK_N, count, SLOTS * BLOCK_N):
                     offs_n = t + tl.arange(0, BLOCK_N)
                     inside = offs_n < count
                     column = tl.load(union_ptr + start + offs_n, mask=inside, other=0)
@@ -124,23 +106,9 @@ def packed_stream_kernel(
                     )  # fmt: skip
                     if unit_ptr is not None:
                         acc *= unit
-                    if (t == first) & (group > 0):
-                        wait_for(group_ptr + group - 1, group_adds)
-                    words = tl.load(shared_ptr + word_of(column), mask=inside, other=0)
-                    shared = inside & (((words >> ((column // 8) % 32)) & 1) != 0)
-                    alone = inside & ~shared
-                    if tl.max(shared.to(tl.int32), 0) > 0:  # the two branches keep their addresses out of registers
-                        sums = part_ptr + (column - slab * SLAB)[:, None] * BLOCK_D + offs_part[None, :]
-                        tl.atomic_add(sums, acc, mask=shared[:, None], sem="relaxed")
-                    if tl.max(alone.to(tl.int32), 0) > 0:
-                        if constant_hidden_ptr is not None:
-                            acc += _constant(constant_hidden_ptr, column_weight_ptr, column, inside, offs_d, D)
-                        out = out_ptr + column.to(tl.int64)[:, None] * D + offs_d[None, :]
-                        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=alone[:, None] & (offs_d < D)[None, :])
-                if (first >= count) & (group > 0):
-                    wait_for(group_ptr + group - 1, group_adds)  # every add has: an item may trust the group before
+                    out = part_ptr + (column - slab * SLAB)[:, None] * BLOCK_D + offs_part[None, :]
+                    tl.atomic_add(out, acc, mask=inside[:, None], sem="relaxed")
                 signal(added_ptr + step)
-                tl.atomic_add(group_ptr + group, 1, sem="relaxed")
         else:
             part = step - LAG
             if part >= 0:
@@ -157,16 +125,16 @@ def packed_stream_kernel(
                     valid = column < n_columns
                     words = tl.load(touched_ptr + word_of(column), mask=valid, other=0)
                     touched = ((words >> ((column // 8) % 32)) & 1) != 0
-                    words = tl.load(shared_ptr + word_of(column), mask=valid, other=0)
-                    shared = ((words >> ((column // 8) % 32)) & 1) != 0
                     at = part_ptr + row[:, None] * BLOCK_D + offs_part[None, :]
-                    x = tl.load(at, mask=shared[:, None], other=0.0, cache_modifier=".cg")
+                    x = tl.load(at, mask=touched[:, None], other=0.0, cache_modifier=".cg")
                     tl.debug_barrier()  # the store below need not give a thread the elements that it loaded
-                    tl.store(at, tl.zeros((ROUND_STEP, BLOCK_D), tl.float32), mask=shared[:, None])
+                    tl.store(at, tl.zeros((ROUND_STEP, BLOCK_D), tl.float32), mask=touched[:, None])
                     if constant_hidden_ptr is not None:
-                        x += _constant(constant_hidden_ptr, column_weight_ptr, column, valid, offs_d, D)
+                        share = tl.load(constant_hidden_ptr + offs_d, mask=in_d, other=0.0)[None, :]
+                        if column_weight_ptr is not None:
+                            share = tl.load(column_weight_ptr + column, mask=valid, other=0.0)[:, None] * share
+                        x += share
                     out = out_ptr + column.to(tl.int64)[:, None] * D + offs_d[None, :]
-                    written = valid & (shared | ~touched)  # the others are
-                    tl.store(out, x.to(out_ptr.dtype.element_ty), mask=written[:, None] & in_d[None, :])
+                    tl.store(out, x.to(out_ptr.dtype.element_ty), mask=valid[:, None] & in_d[None, :])
                 signal(rounded_ptr + part)
         item = tl.atomic_add(ticket_ptr, 1, sem="relaxed")
