@@ -11,8 +11,9 @@ are done, an add until the part that used its place before is rounded. What an i
 so a running program has taken it: waits end, however many programs run at once. Most items find it done already.
 
 Columns that no row block kept have no sum: their zeros are written without reading or clearing the part, which is
-four columns in five at the benchmark's shapes. G lies in the storage of dC's later columns (`pack`), so the order of
-parts, slab by slab from the front, also decides when G may be overwritten.
+four columns in five at the benchmark's shapes. G lies in the storage of dC's later columns (`pack`): while a group of
+columns is worked on, its G and that of later groups lies behind it. So a round also waits for all adds of the earlier
+groups, whose G may lie where it writes.
 """
 
 import triton
@@ -46,6 +47,7 @@ def packed_stream_kernel(
     ticket_ptr,  # [1] int32, zero
     added_ptr,  # [parts] int32, zeros
     rounded_ptr,  # [parts] int32, zeros
+    group_ptr,  # [groups] int32, zeros: adds that are done
     out_ptr,  # [V, D] contiguous
     n,
     stride_hidden,
@@ -55,6 +57,7 @@ def packed_stream_kernel(
     n_super,
     D: tl.constexpr,
     SLAB: tl.constexpr,
+    GROUP_SLABS: tl.constexpr,
     RING: tl.constexpr,
     LAG: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -76,6 +79,9 @@ def packed_stream_kernel(
     N_D: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     ROUNDS: tl.constexpr = SLAB // ROUND_ROWS
     PART: tl.constexpr = SLAB * BLOCK_D
+    GROUP_PARTS: tl.constexpr = GROUP_SLABS * N_D
+    # An add waits for the round, and so for the adds, of the part RING before it: the other groups are done then.
+    GROUPS_BACK: tl.constexpr = (RING + GROUP_PARTS - 1) // GROUP_PARTS
     n_parts = n_slabs * N_D
     n_adds = n_super * SLOTS
     per_step = n_adds + ROUNDS
@@ -109,11 +115,15 @@ def packed_stream_kernel(
                     out = part_ptr + (column - slab * SLAB)[:, None] * BLOCK_D + offs_part[None, :]
                     tl.atomic_add(out, acc, mask=inside[:, None], sem="relaxed")
                 signal(added_ptr + step)
+                signal(group_ptr + slab // GROUP_SLABS)
         else:
             part = step - LAG
             if part >= 0:
                 wait_for(added_ptr + part, n_adds)
                 slab = part // N_D
+                group = slab // GROUP_SLABS
+                for earlier in range(tl.maximum(group - GROUPS_BACK, 0), group):
+                    wait_for(group_ptr + earlier, n_adds * GROUP_PARTS)
                 offs_part = tl.arange(0, BLOCK_D)
                 offs_d = part % N_D * BLOCK_D + offs_part
                 in_d = offs_d < D
