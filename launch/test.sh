@@ -20,7 +20,7 @@ run() { # name, command: go on after a failure, and remember it
     "$@" 2>&1 | tee "$log"
     code=${PIPESTATUS[0]}
     [ "$code" = 0 ] || status=1
-    summaries+=("$(printf '%-24s exit %s   %s' "$name" "$code" "$(tail -n 1 "$log")")")
+    summaries+=("$(printf '%-26s exit %s   %s' "$name" "$code" "$(tail -n 1 "$log")")")
     rm -f "$log"
 }
 pytest() { "$python" -m pytest -q -rfEs -p no:cacheprovider -n 2 "$@"; }
@@ -28,6 +28,7 @@ pytest() { "$python" -m pytest -q -rfEs -p no:cacheprovider -n 2 "$@"; }
 run "ruff" "$python" -m ruff check --no-cache .
 run "tests" pytest -m "not gpu and not interpreter and not megatron"
 TRITON_INTERPRET=1 run "interpreter" pytest -m interpreter
+PYTHONPATH=$newest_triton_folder run "compiling, Triton $newest_triton" pytest tests/test_aot.py
 for version in $megatron_versions; do
     PYTHONPATH=$(megatron_folder "$version") run "megatron-core $version" pytest -m megatron
 done
