@@ -8,8 +8,6 @@
 python=$PWD/.venv/bin/python
 megatron_versions="0.16.1 0.19.2"
 megatron_folder() { echo "$PWD/.venv/megatron-$1"; }
-newest_triton=3.9.0 # kernels are compiled with it too; runs use the Triton of the environment
-newest_triton_folder=$PWD/.venv/triton-$newest_triton
 
 make_environment() {
     local base=${PYTHON:-python3}
@@ -36,7 +34,7 @@ make_environment() {
     local wanted installed=.venv/vpcce-installed
     wanted=$(cat pyproject.toml launch/constraints.txt launch/environment.sh | sha256sum)
     [ "$(cat $installed 2>/dev/null)" = "$wanted" ] && return
-    echo "vpcce: installing into .venv (about three minutes, 3 GB)"
+    echo "vpcce: installing into .venv (about two minutes, 2 GB)"
     # torch first, alone: a later requirement could otherwise choose another build of it.
     "$python" -c 'import torch' 2>/dev/null || "$python" -m pip install -qq torch==2.13.0 || return
     # torch with CUDA brings the Triton that fits it; torch for CPU brings none.
@@ -48,6 +46,5 @@ make_environment() {
         "$python" -m pip install -qq --no-deps --ignore-requires-python --upgrade \
             --target "$(megatron_folder "$version")" "megatron-core==$version" || return
     done
-    "$python" -m pip install -qq --no-deps --upgrade --target "$newest_triton_folder" "triton==$newest_triton" || return
     echo "$wanted" >$installed
 }

@@ -8,6 +8,10 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 source launch/environment.sh
 make_environment || exit
+newest_triton=3.9.0 # kernels are compiled with it too; they run with the environment's
+newest_triton_folder=.venv/triton-$newest_triton
+[ -d "$newest_triton_folder/triton" ] ||
+    "$python" -m pip install -qq --no-deps --target "$newest_triton_folder" "triton==$newest_triton" || exit
 
 export OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore
 status=0
