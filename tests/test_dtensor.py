@@ -6,6 +6,7 @@ import truth
 from spawn import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -66,6 +67,44 @@ def test_a_head_that_torch_made_parallel():
     expected = (plain.detach(), *torch.autograd.grad(plain, (hidden, weight)))
     for output in run_ranks(2, tensor_parallel, 2):
         for ours, theirs in zip(output, expected, strict=True):
+            torch.testing.assert_close(torch.from_numpy(ours), theirs)
+
+
+class Head(nn.Linear):
+    def forward(self, hidden, target):
+        return vpcce.linear_cross_entropy(hidden, self.weight, target, bias=self.bias)
+
+
+def fully_sharded(rank, world):
+    """2 x 2 ranks: the vocabulary over "tp", every shard over "dp" once more, gathered by FSDP2 for the call."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    hidden, weight, bias, target = truth.problem(24, 64, 6, bias=True)
+    head = Head(6, 64, dtype=torch.float64)
+    with torch.no_grad():
+        head.weight.copy_(weight)
+        head.bias.copy_(bias)
+    parallelize_module(head, mesh["tp"], ColwiseParallel(use_local_output=False))
+    head._forward_pre_hooks.clear()  # the style's hooks place inputs and outputs of a linear layer
+    head._forward_hooks.clear()
+    fully_shard(head, mesh=mesh["dp"])
+    half = slice(12 * mesh["dp"].get_local_rank(), 12 * (mesh["dp"].get_local_rank() + 1))
+    e = hidden[half].detach().requires_grad_()
+    loss = head(e, target[half])
+    loss.backward()
+    return [t.detach().numpy() for t in (loss, e.grad, head.weight.grad.full_tensor(), head.bias.grad.full_tensor())]
+
+
+def test_a_head_that_fsdp2_gathers():
+    hidden, weight, bias, target = truth.problem(24, 64, 6, bias=True)
+    halves = [truth.cross_entropy(hidden[h], weight, target[h], bias=bias) for h in (slice(0, 12), slice(12, 24))]
+    mean = sum(halves) / 2  # FSDP2 takes the mean over replicas
+    expected = torch.autograd.grad(mean, (hidden, weight, bias))
+    outputs = run_ranks(4, fully_sharded, 4)
+    for rank, (loss, d_hidden, *others) in enumerate(outputs):
+        half = rank // 2
+        torch.testing.assert_close(torch.from_numpy(loss), halves[half].detach())
+        torch.testing.assert_close(torch.from_numpy(d_hidden), 2 * expected[0][12 * half : 12 * half + 12])
+        for ours, theirs in zip(others, expected[1:], strict=True):
             torch.testing.assert_close(torch.from_numpy(ours), theirs)
 
 
