@@ -22,10 +22,10 @@ from torch import Tensor
 
 from .dense_products import column_sum_kernel, products_kernel
 from .launch_table import launch_parameters
+from .logit_gradient import logit_gradient
 from .problem import Head, HiddenGradReady, RowGradients, weight_factors
 from .slices import plan_slices
 from .tiles import (
-    LOG2E,
     TL_DTYPE,
     Source,
     Tile,
@@ -37,7 +37,6 @@ from .tiles import (
     grouped,
     load_scale,
     load_tile,
-    logits_of,
     low_rank_arguments,
     multiprocessors,
     narrowed,
@@ -47,75 +46,6 @@ from .tiles import (
 
 WORKSPACE_BYTES = 64 << 20  # G of one slice, where no storage is lent
 LAST_WORKSPACE_BYTES = 32 << 20  # G of the last slices, where one is
-
-
-@triton.jit
-def _kept_tiles(p, onehot, counts, inside, eps, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[BLOCK_N]: whether the column's 128 x 128 tile has a |p - onehot| of at least eps, Cut Cross-Entropy's rule."""
-    tl.static_assert(BLOCK_M == 128 and BLOCK_N % 128 == 0)
-    size = tl.where(counts[:, None] & inside[None, :], tl.abs(tl.where(onehot, p - 1.0, p)), 0.0)
-    largest = tl.max(tl.max(size, 0).reshape([BLOCK_N // 128, 128]), 1)
-    return tl.broadcast_to((largest >= eps)[:, None], [BLOCK_N // 128, 128]).reshape([BLOCK_N])
-
-
-@triton.jit
-def logit_gradient(
-    product,  # [BLOCK_M, BLOCK_N] hidden @ weight.T
-    rows,
-    columns,  # of the slice
-    counts,  # whether a row counts
-    inside,  # whether a column exists
-    bias_ptr,
-    scale,
-    column_weight_ptr,
-    target_ptr,
-    lse_ptr,
-    softmax_ptr,
-    target_grad_ptr,
-    softmax_logit_ptr,
-    constant_ptr,
-    factor,  # every gradient is multiplied with it
-    first_column,
-    softcap,
-    filter_eps,
-    HAS_SOFTCAP: tl.constexpr,
-    FILTER: tl.constexpr,
-    PER_TOKEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """G of a tile of products, fp32: `problem`'s formula. Per-row factors are multiplied before they meet the tile."""
-    bias = None
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
-    x = logits_of(product, bias, scale, softcap, HAS_SOFTCAP)
-    lse = tl.load(lse_ptr + rows, mask=counts, other=float("inf")) * LOG2E
-    p = tl.exp2(x * LOG2E - lse[:, None])
-    per_row = (tl.load(softmax_ptr + rows, mask=counts, other=0.0) * factor)[:, None]
-    if softmax_logit_ptr is not None:
-        slope = tl.load(softmax_logit_ptr + rows, mask=counts, other=0.0) * factor
-        per_row = per_row + slope[:, None] * tl.where(p > 0.0, x, 0.0)
-    target = (tl.load(target_ptr + rows * PER_TOKEN, mask=counts, other=-1) - first_column).to(tl.int32)
-    target_grad = tl.load(target_grad_ptr + rows * PER_TOKEN, mask=counts, other=0.0) * factor
-    onehot = target[:, None] == columns[None, :]
-    g = p * per_row
-    g = tl.where(onehot, g + target_grad[:, None], g)
-    if PER_TOKEN > 1:
-        for k in range(1, PER_TOKEN):
-            target = (tl.load(target_ptr + rows * PER_TOKEN + k, mask=counts, other=-1) - first_column).to(tl.int32)
-            target_grad = tl.load(target_grad_ptr + rows * PER_TOKEN + k, mask=counts, other=0.0) * factor
-            g = tl.where(target[:, None] == columns[None, :], g + target_grad[:, None], g)
-    if FILTER:
-        g = tl.where(_kept_tiles(p, onehot, counts, inside, filter_eps, BLOCK_M, BLOCK_N)[None, :], g, 0.0)
-    if constant_ptr is not None:
-        constant = (tl.load(constant_ptr + rows, mask=counts, other=0.0) * factor)[:, None]
-        if column_weight_ptr is not None:
-            constant = constant * tl.load(column_weight_ptr + columns, mask=inside, other=0.0)[None, :]
-        g += constant
-    if HAS_SOFTCAP:
-        ratio = x / softcap
-        g *= 1.0 - ratio * ratio
-    return tl.where(counts[:, None], g, 0.0)
 
 
 @triton.jit

@@ -17,68 +17,24 @@ How many pairs there are is known on the device only. If they do not fit, or are
 cheaper, the plan's rounds are empty and the flag `dense` starts `dense_stream` in their place.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 from torch import Tensor
 
 from . import pack
+from .coin import ROW_BLOCK
 from .dense_stream import dense_stream
-from .marks import WORD_TILE
 from .packed_gradient import packed_gradient_kernel
+from .packed_layout import LIST_BLOCK, plan_layout
 from .packed_products import (
     packed_bias_grad_kernel,
     packed_hidden_grad_kernel,
     packed_weight_grad_kernel,
 )
 from .packed_stream import packed_stream_kernel
-from .packed_table import LAG, RING, launch_processors, packed_launch
+from .packed_table import LAG, RING, packed_launch
 from .problem import Head, HiddenGradReady, Marks, Policy, RowGradients, weight_factors
 from .tiles import Source, compute_dtype, gradient_unit, low_rank_arguments, narrowed
-
-ROW_BLOCK = 128
-SUPER_BLOCK = 4  # row blocks that share a coin
-MAX_ROUNDS = 12
-ARENA_BYTES = 40 << 20  # G of one round, where it has memory of its own
-EXTRA_BYTES = 20 << 20  # G behind dC's storage: the last group's has no later columns to lie in
-GROUP_DENSITY = 0.07  # of marked pairs, up to which the last group's G fits into EXTRA_BYTES
-SPARSE_GROUP, DENSE_GROUP = 16384, 4096  # most columns of a group: below LARGE_VOCABULARY more of them are kept
-LARGE_VOCABULARY = 100_000
-SLAB_COLUMNS = 8192  # one part of the ring in `packed_stream` is a slab times BLOCK_D of D
-LIST_BLOCK = 64  # words that a list kernel expands at a time
-MAX_DENSITY = 0.35  # of marked pairs, above it the dense product is cheaper
-MIN_LIST = 3 << 19  # pairs that the lists always hold; 17 bytes each
-
-
-@dataclass
-class _Layout:
-    """Sizes that follow from the shapes, and the device's plan."""
-
-    n_blocks: int
-    n_super: int
-    n_groups: int
-    n_slabs: int
-    slab_columns: int
-    group_columns: int
-    processors: int
-    plan: Tensor  # [rounds, PLAN_FIELDS] int64
-    dense: Tensor  # [1] int32
-    start: Tensor  # [row blocks, groups] int64
-    counts: Tensor  # [row blocks, groups] int64
-    block_start: Tensor  # [row blocks] int64
-    storage: Tensor
-    extra: Tensor
-    round_pairs: int
-    list_pairs: int
-
-    @property
-    def group_words(self) -> int:
-        return self.group_columns // 32
-
-    @property
-    def groups_pow2(self) -> int:
-        return triton.next_power_of_2(self.n_groups)
 
 
 def packed_backward(
@@ -131,7 +87,7 @@ def packed_backward(
         sums = total
         if main_grad is None or total.dtype != torch.float32:
             sums = torch.zeros(total.shape, dtype=torch.float32, device=device)
-    layout = _layout(marks.bits, n_rows, n, n_columns, d, dtype, d_weight if in_place else None)
+    layout = plan_layout(marks.bits, n_rows, n, n_columns, d, dtype, d_weight if in_place else None)
     work = _Work(hidden, head, target, lse, rows, n_rows, row_index, policy, marks, layout, dtype)
 
     for r in range(layout.plan.shape[0]):
@@ -166,72 +122,6 @@ def packed_backward(
     if in_place:
         work.weight_grad_stream(d_weight)
     return d_hidden, d_weight, d_bias
-
-
-def _layout(bits, n_rows, n, n_columns, d, dtype, storage) -> _Layout:
-    device = bits.device
-    n_blocks, n_words = bits.shape
-    n_super = triton.cdiv(n_blocks, SUPER_BLOCK)
-    row_bytes = ROW_BLOCK * dtype.itemsize
-    fitting = int(EXTRA_BYTES / (GROUP_DENSITY * max(n_blocks, 1) * row_bytes))
-    most = SPARSE_GROUP if n_columns >= LARGE_VOCABULARY else DENSE_GROUP
-    group_columns = min(most, max(1 << fitting.bit_length() >> 1, 32 * LIST_BLOCK))
-    n_groups = triton.cdiv(n_columns, group_columns)
-    every_pair = n_blocks * n_columns
-    slab_columns = min(SLAB_COLUMNS, group_columns, max(triton.next_power_of_2(n_columns), WORD_TILE))
-    if storage is not None:
-        n_rounds = 1
-        extra_rows = min(EXTRA_BYTES // row_bytes, every_pair)
-        storage_rows = storage.numel() * storage.element_size() // row_bytes
-        capacity = int(min(max(MIN_LIST, 0.1 * every_pair), MAX_DENSITY * every_pair + 2048, every_pair))
-        list_pairs = round_pairs = capacity
-    else:
-        extra_rows = capacity = round_pairs = min(ARENA_BYTES // row_bytes, every_pair)
-        n_rounds = min(MAX_ROUNDS, n_super, triton.cdiv(every_pair, capacity))
-        list_pairs = min(n_rounds * capacity, every_pair)
-
-    counts = torch.zeros(n_super * SUPER_BLOCK, n_groups, dtype=torch.int64, device=device)
-    plan = torch.zeros(n_rounds, pack.PLAN_FIELDS, dtype=torch.int64, device=device)
-    dense = torch.empty(1, dtype=torch.int32, device=device)
-    extra = torch.empty(max(extra_rows, 1) * ROW_BLOCK, dtype=dtype, device=device)
-    pack.count_kernel[(n_groups, n_blocks)](
-        bits, n_rows, counts, n_words, n_columns, GROUP_WORDS=group_columns // 32, num_warps=4
-    )
-    if storage is not None:
-        ordered = counts.T.contiguous().view(-1)
-        end = ordered.cumsum(0)
-        start = (end - ordered).view(n_groups, -1).T.contiguous()
-        pack.plan_in_place_kernel[(1,)](
-            start, end[-1:], plan, dense, n_blocks, n_groups, n_columns, capacity, storage_rows, extra_rows, row_bytes,
-            d * storage.element_size(), GROUP=group_columns, GROUPS=triton.next_power_of_2(n_groups), num_warps=4,
-        )  # fmt: skip
-    else:
-        ordered = counts.view(n_super, SUPER_BLOCK, n_groups).transpose(1, 2).contiguous()
-        end = ordered.view(-1).cumsum(0)
-        start = (end - ordered.view(-1)).view(n_super, n_groups, SUPER_BLOCK).transpose(1, 2).contiguous()
-        pack.plan_rounds_kernel[(1,)](
-            counts.view(n_super, -1).sum(1), plan, dense, n_super, n_blocks, capacity, n_rounds,
-            PLAN_FIELDS=pack.PLAN_FIELDS, num_warps=1,
-        )  # fmt: skip
-    per_block = counts.sum(1)
-    return _Layout(
-        n_blocks=n_blocks,
-        n_super=n_super,
-        n_groups=n_groups,
-        n_slabs=triton.cdiv(n_columns, slab_columns),
-        slab_columns=slab_columns,
-        group_columns=group_columns,
-        processors=launch_processors(device),
-        plan=plan,
-        dense=dense,
-        start=start.view(-1, n_groups),
-        counts=counts,
-        block_start=per_block.cumsum(0) - per_block,
-        storage=extra if storage is None else storage,
-        extra=extra,
-        round_pairs=round_pairs,
-        list_pairs=list_pairs,
-    )
 
 
 class _Work:

@@ -4,16 +4,6 @@ Whether there are too many marks for lists is known on the device only, so every
 nearly always each program reads `dense == 0` and leaves. One launch, small memory and no host time matter here; where
 the exact policy is asked for, `backward_dense` is faster.
 
-Slices of the vocabulary pass through two kinds of work, cut into items that programs take in the order of a ticket
-counter; G of two slices has room at a time:
-
-    step k    gradient    G of slice k, into the half k % 2               waits for the products of slice k - 2
-              products    dC and dE of slice k - 1                        wait for its gradient, and dE's sum for k - 2
-
-What an item waits for has a smaller ticket, so a running program has taken it: waits end, however many programs run
-at once. G is read and written through L2 by ordinary loads and stores, ordered by the counters. dE is summed in fp32 in
-the order of the slices: no atomics on data, bitwise repeatable.
-
 Where dE is fp32 it is its own sum. Otherwise the sums lie where dC will be, at the end of its storage, and the columns
 of dC under them follow in a second launch; failing that (no such storage, or a small one), dE is made for as many
 tokens at a time as `spare` has sums for, and dC after it, at the price of a second recomputation.
@@ -22,25 +12,18 @@ tokens at a time as `spare` has sums for, and dC after it, at the price of a sec
 from dataclasses import replace
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from .backward_dense import logit_gradient
+from .dense_stream_kernel import dense_stream_kernel, round_rows_kernel
 from .launch_table import launch_parameters
 from .problem import Head, RowGradients
-from .tickets import signal, wait_for
 from .tiles import (
     ROW_BLOCK,
     TL_DTYPE,
     Source,
-    add_low_rank,
     ceil_div,
     compute_dtype,
-    count_rows,
     gradient_unit,
-    load_scale,
-    load_tile,
     low_rank_arguments,
     multiprocessors,
     narrowed,
@@ -49,211 +32,6 @@ from .tiles import (
 
 RING_BYTES = 32 << 20  # G of two slices
 MIN_WIDTH = 512  # columns of a slice, whatever they take: every slice reads and writes dE's sums
-
-
-@triton.jit
-def dense_stream_kernel(
-    dense_ptr,  # [1] int32: 0 leaves everything untouched
-    hidden,  # [N, D] descriptor of [BLOCK_M, BLOCK_K] tiles, or pointer
-    weight,  # [V, D] descriptor of [BLOCK_N, BLOCK_K] tiles, or pointer
-    low_hidden_ptr,  # [N, RANK] or None
-    low_weight_ptr,  # [V, RANK] or None
-    hidden_factor,  # [N, D_OUT] what dC is G.T times: hidden again or its low-rank partner, [BLOCK_K, BLOCK_D]
-    weight_factor,  # [V, D_OUT] what dE is G times: weight again or its low-rank partner, [BLOCK_K, BLOCK_D]
-    bias_ptr,  # [V] or None
-    scale_ptr,  # [] fp32 or None
-    column_weight_ptr,  # [V] or None
-    target_ptr,  # [N] int64, rows of the whole shard
-    lse_ptr,  # [N]
-    softmax_ptr,  # [N]
-    target_grad_ptr,  # [N]
-    softmax_logit_ptr,  # [N] or None
-    constant_ptr,  # [N] or None
-    unit_ptr,  # [] or None
-    n_rows_ptr,  # [1] int32 or None
-    row_index_ptr,  # [N] int64 where row i of dE belongs, or None
-    ring_ptr,  # [2, row blocks * BLOCK_M, WIDTH], G
-    sums_ptr,  # [N, D_OUT] fp32 out, dE, or None
-    weight_grad_ptr,  # [V, D_OUT] out, or None
-    bias_grad_ptr,  # [V] fp32, added to, or None
-    ticket_ptr,  # [1] int32, zero
-    made_ptr,  # [slices] int32, zeros: items of G that are done
-    used_ptr,  # [slices] int32, zeros: items of products that are done
-    n,
-    n_columns,
-    n_weight_columns,  # dC is made for these leading columns
-    first_column,
-    n_blocks,
-    stride_hidden_row,
-    stride_hidden_col,
-    stride_weight_row,
-    stride_weight_col,
-    stride_hidden_factor,
-    stride_weight_factor,
-    softcap,
-    D: tl.constexpr,
-    D_OUT: tl.constexpr,
-    RANK: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    ACCUMULATE: tl.constexpr,  # add dC to what is there
-    WIDTH: tl.constexpr,  # columns of a slice
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,  # columns of dE and dC
-    TMA_HIDDEN: tl.constexpr,
-    TMA_WEIGHT: tl.constexpr,
-    TMA_HIDDEN_FACTOR: tl.constexpr,
-    TMA_WEIGHT_FACTOR: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    if tl.load(dense_ptr) == 0:
-        return
-    n_counting = count_rows(n, n_rows_ptr)
-    scale = load_scale(scale_ptr)
-    factor = 1.0 if scale is None else scale
-    unit = 1.0
-    if unit_ptr is not None:
-        unit = tl.load(unit_ptr)
-        factor = factor / unit
-    N_D: tl.constexpr = (D_OUT + BLOCK_D - 1) // BLOCK_D
-    n_gradient = n_blocks * (WIDTH // BLOCK_N)
-    n_weight = 0
-    if weight_grad_ptr is not None or bias_grad_ptr is not None:
-        n_weight = WIDTH // BLOCK_M * N_D
-    n_hidden = 0
-    if sums_ptr is not None:
-        n_hidden = n_blocks * N_D
-    per_step = n_gradient + n_weight + n_hidden
-    n_items = (tl.cdiv(n_columns, WIDTH) + 1) * per_step
-    item = tl.atomic_add(ticket_ptr, 1, sem="relaxed")
-    while item < n_items:
-        step = item // per_step
-        sub = item % per_step
-        if sub < n_gradient:
-            if step * WIDTH < n_columns:
-                if step >= 2:
-                    wait_for(used_ptr + step - 2, n_weight + n_hidden)
-                row = sub % n_blocks * BLOCK_M
-                column = sub // n_blocks * BLOCK_N
-                if row < n_counting:
-                    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-                    for k in tl.range(0, D, BLOCK_K):
-                        h = load_tile(
-                            hidden, row, k, n, D, stride_hidden_row, stride_hidden_col, BLOCK_M, BLOCK_K, TMA_HIDDEN
-                        )
-                        w = load_tile(
-                            weight, step * WIDTH + column, k, n_columns, D, stride_weight_row, stride_weight_col,
-                            BLOCK_N, BLOCK_K, TMA_WEIGHT,
-                        )  # fmt: skip
-                        acc = tl.dot(h.to(DTYPE), w.to(DTYPE).T, acc, input_precision=PRECISION)
-                    rows = row + tl.arange(0, BLOCK_M)
-                    in_slice = column + tl.arange(0, BLOCK_N)
-                    columns = step * WIDTH + in_slice
-                    counts, inside = rows < n_counting, columns < n_columns
-                    if low_hidden_ptr is not None:
-                        acc = add_low_rank(
-                            acc, low_hidden_ptr, low_weight_ptr, rows, counts, columns, inside, RANK, DTYPE, PRECISION
-                        )
-                    g = logit_gradient(
-                        acc, rows, columns, counts, inside, bias_ptr, scale, column_weight_ptr, target_ptr,
-                        lse_ptr, softmax_ptr, target_grad_ptr, softmax_logit_ptr, constant_ptr, factor, first_column,
-                        softcap, 0.0, HAS_SOFTCAP, False, 1, BLOCK_M, BLOCK_N,
-                    )  # fmt: skip
-                    g = tl.where(inside[None, :], g, 0.0)  # the products read whole slices
-                    at = ((step % 2) * n_blocks * BLOCK_M + rows).to(tl.int64)[:, None] * WIDTH + in_slice[None, :]
-                    tl.store(ring_ptr + at, g.to(DTYPE))
-                signal(made_ptr + step)
-        elif step > 0:
-            done = step - 1
-            wait_for(made_ptr + done, n_gradient)
-            ring = ring_ptr + ((done % 2) * n_blocks * BLOCK_M).to(tl.int64) * WIDTH
-            if sub < n_gradient + n_weight:
-                i = sub - n_gradient
-                row = i // N_D * BLOCK_M
-                column = i % N_D * BLOCK_D
-                first = done * WIDTH + row
-                rows = first + tl.arange(0, BLOCK_M)
-                if weight_grad_ptr is not None:
-                    if first < n_weight_columns:
-                        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-                        for k in tl.range(0, n_counting, BLOCK_K):
-                            g = load_tile(ring, k, row, n_blocks * BLOCK_M, WIDTH, WIDTH, 1, BLOCK_K, BLOCK_M, False).T
-                            h = load_tile(
-                                hidden_factor, k, column, n, D_OUT, stride_hidden_factor, 1, BLOCK_K,
-                                BLOCK_D, TMA_HIDDEN_FACTOR,
-                            )  # fmt: skip
-                            acc = tl.dot(g, h.to(DTYPE), acc, input_precision=PRECISION)
-                        columns = column + tl.arange(0, BLOCK_D)
-                        mask = (rows < n_weight_columns)[:, None] & (columns < D_OUT)[None, :]
-                        at = rows.to(tl.int64)[:, None] * D_OUT + columns[None, :]
-                        acc *= unit
-                        if ACCUMULATE:
-                            acc += tl.load(weight_grad_ptr + at, mask=mask, other=0.0).to(tl.float32)
-                        tl.store(weight_grad_ptr + at, acc.to(weight_grad_ptr.dtype.element_ty), mask=mask)
-                if bias_grad_ptr is not None:
-                    if (column == 0) & (first < n_weight_columns):
-                        total = tl.zeros((BLOCK_M,), tl.float32)
-                        for k in tl.range(0, n_counting, BLOCK_K):
-                            g = load_tile(ring, k, row, n_blocks * BLOCK_M, WIDTH, WIDTH, 1, BLOCK_K, BLOCK_M, False)
-                            total += tl.sum(g.to(tl.float32), 0)
-                        old = tl.load(bias_grad_ptr + rows, mask=rows < n_weight_columns, other=0.0)
-                        tl.store(bias_grad_ptr + rows, old + total * unit, mask=rows < n_weight_columns)
-            else:
-                if sums_ptr is not None:
-                    if done > 0:
-                        wait_for(used_ptr + done - 1, n_weight + n_hidden)
-                    i = sub - n_gradient - n_weight
-                    row = i // N_D * BLOCK_M
-                    column = i % N_D * BLOCK_D
-                    if row < n_counting:
-                        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-                        for k in tl.range(0, WIDTH, BLOCK_K):
-                            g = load_tile(ring, row, k, n_blocks * BLOCK_M, WIDTH, WIDTH, 1, BLOCK_M, BLOCK_K, False)
-                            w = load_tile(
-                                weight_factor, done * WIDTH + k, column, n_columns, D_OUT, stride_weight_factor, 1,
-                            BLOCK_K, BLOCK_D, TMA_WEIGHT_FACTOR,
-                            )  # fmt: skip
-                            acc = tl.dot(g, w.to(DTYPE), acc, input_precision=PRECISION)
-                        rows = row + tl.arange(0, BLOCK_M)
-                        columns = column + tl.arange(0, BLOCK_D)
-                        mask = (rows < n_counting)[:, None] & (columns < D_OUT)[None, :]
-                        to = rows.to(tl.int64)
-                        if row_index_ptr is not None:
-                            to = tl.load(row_index_ptr + rows, mask=rows < n_counting, other=0)
-                        at = to[:, None] * D_OUT + columns[None, :]
-                        acc *= unit
-                        if done > 0:
-                            acc += tl.load(sums_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
-                        tl.store(sums_ptr + at, acc, mask=mask)
-            signal(used_ptr + done)
-        item = tl.atomic_add(ticket_ptr, 1, sem="relaxed")
-
-
-@triton.jit
-def _round_rows_kernel(
-    dense_ptr,  # [1]
-    sums_ptr,  # [N, D] fp32
-    row_index_ptr,  # [N] int64 or None
-    n_rows_ptr,  # [1] or None
-    out_ptr,  # [N, D]
-    n,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """out[row_index] = sums, rounded."""
-    if tl.load(dense_ptr) == 0:
-        return
-    n_counting = count_rows(n, n_rows_ptr)
-    for row in range(tl.program_id(0), n_counting, tl.num_programs(0)):
-        to = tl.cast(row, tl.int64)
-        if row_index_ptr is not None:
-            to = tl.load(row_index_ptr + row)
-        for d in range(0, D, BLOCK):
-            at = d + tl.arange(0, BLOCK)
-            x = tl.load(sums_ptr + tl.cast(row, tl.int64) * D + at, mask=at < D, other=0.0)
-            tl.store(out_ptr + to * D + at, x.to(out_ptr.dtype.element_ty), mask=at < D)
 
 
 def dense_stream(
@@ -367,7 +145,7 @@ class _Stream:
         )  # fmt: skip
 
     def round_rows(self, sums: Tensor, row_index: Tensor | None, out: Tensor) -> None:
-        _round_rows_kernel[(min(self.n, 16 * self.programs),)](
+        round_rows_kernel[(min(self.n, 16 * self.programs),)](
             self.dense, sums, row_index, self.n_rows, out, self.n, D=self.d, BLOCK=1024, num_warps=4
         )
 

@@ -156,7 +156,7 @@ def test_limits_name_what_missed_and_what_was_not_measured(capsys, tmp_path):
 
 def test_options_are_timed_next_to_the_plain_loss(tmp_path):
     rows = options.run((64, 200, 16), 0.005, "test", tmp_path / "options.json")
-    names = options.options(200, "cpu")
+    names = options.options(200, 16, "cpu")
     assert [(row["policy"], row["option"]) for row in rows] == [(p, n) for p in options.POLICIES for n in names]
     for row in rows:
         assert row["error"] is None and row["total_ratio"] > 0, row

@@ -15,7 +15,7 @@ from aot import recorded_launches
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vpcce
-from vpcce import autograd, tokens
+from vpcce import autograd, operators, tokens
 
 BF16 = torch.bfloat16
 EXACT, SAMPLED = vpcce.exact(), vpcce.sampled()
@@ -44,8 +44,8 @@ def host_work(step) -> list[tuple[Counter, list[str]]]:
     with ExitStack() as stack:
         launches = stack.enter_context(recorded_launches("sm90"))
         stack.enter_context(mock.patch.object(tokens, "_interpreting", lambda: True))
-        stack.enter_context(mock.patch.object(autograd, "head_stats_op", autograd._forward))
-        stack.enter_context(mock.patch.object(autograd, "head_stats_backward_op", autograd._backward))
+        stack.enter_context(mock.patch.object(autograd, "head_stats_op", operators._forward))
+        stack.enter_context(mock.patch.object(autograd, "head_stats_backward_op", operators._backward))
         parts = step()
         while True:
             launches.clear()

@@ -13,7 +13,7 @@ from test_lora import SCALE, merged, problem
 
 import vpcce
 from vpcce import reference
-from vpcce.kernels import backward_packed, local
+from vpcce.kernels import local, packed_layout
 from vpcce.kernels.problem import Head, LowRank, RowGradients, Sampling
 from vpcce.policy import exact, filtered, sampled
 
@@ -125,8 +125,8 @@ class Shard:
 
 @pytest.fixture
 def small_groups(monkeypatch):
-    monkeypatch.setattr(backward_packed, "DENSE_GROUP", 1024)
-    monkeypatch.setattr(backward_packed, "SLAB_COLUMNS", 512)
+    monkeypatch.setattr(packed_layout, "DENSE_GROUP", 1024)
+    monkeypatch.setattr(packed_layout, "SLAB_COLUMNS", 512)
     poison_empty(monkeypatch)
     mend_bf16(monkeypatch)
 
@@ -141,14 +141,14 @@ def test_sampled(small_groups, dtype, tolerance, deterministic):
 
 def test_sampled_in_rounds(small_groups, monkeypatch):
     """An arena for one super-block at a time: every round adds to db and finishes its rows of du."""
-    monkeypatch.setattr(backward_packed, "ARENA_BYTES", 4 * 600 * 128 * 4)
+    monkeypatch.setattr(packed_layout, "ARENA_BYTES", 4 * 600 * 128 * 4)
     policy = sampled(2.0**-5)
     Shard(1100, 600, 32, 5, torch.float32).compare((policy, policy), 5e-6)
 
 
 def test_sampled_falls_back_to_the_dense_product(small_groups, monkeypatch):
     """No arena holds the pairs; eps = 0 in effect, so both are exact."""
-    monkeypatch.setattr(backward_packed, "ARENA_BYTES", 100 * 128 * 4)
+    monkeypatch.setattr(packed_layout, "ARENA_BYTES", 100 * 128 * 4)
     policy = sampled(1e-30)
     Shard(300, 600, 64, 5, torch.float32, counting=270).compare((policy, policy), 5e-6)
 

@@ -11,7 +11,7 @@ import torch
 import triton
 
 from vpcce import sampling
-from vpcce.kernels import backward_packed, marks
+from vpcce.kernels import backward_packed, marks, packed_layout
 from vpcce.kernels.coin import coin_thresholds
 from vpcce.kernels.forward import forward_stats
 from vpcce.kernels.hot_set import hot_set_stats
@@ -35,9 +35,10 @@ def small_tiles(monkeypatch):
         "stream": dict(BLOCK_N=128, BLOCK_K=128, BLOCK_D=64),
     }
     monkeypatch.setattr(backward_packed, "packed_launch", lambda kernel, device, dtype: (2, dict(blocks[kernel])))
-    monkeypatch.setattr(backward_packed, "DENSE_GROUP", 1024)
-    monkeypatch.setattr(backward_packed, "SLAB_COLUMNS", 512)
+    monkeypatch.setattr(packed_layout, "DENSE_GROUP", 1024)
+    monkeypatch.setattr(packed_layout, "SLAB_COLUMNS", 512)
     monkeypatch.setattr(backward_packed, "LIST_BLOCK", 32)
+    monkeypatch.setattr(packed_layout, "LIST_BLOCK", 32)
 
 
 class Problem:
@@ -142,7 +143,7 @@ def test_half_precision_in_place(options, monkeypatch):
     """dC in fp16 from the ring, while most of G lies in dC's own storage (extra rows for a third of the pairs)."""
     problem = Problem(**{**dict(n=600, v=4000, d=256, dtype=torch.float16, eps=2.0**-3), **options})
     n_pairs = int(marks.unpack_marks(problem.marks.bits, 4000).sum())
-    monkeypatch.setattr(backward_packed, "EXTRA_BYTES", n_pairs // 3 * 256)
+    monkeypatch.setattr(packed_layout, "EXTRA_BYTES", n_pairs // 3 * 256)
     d_hidden, d_weight, _ = problem.run()
     problem.check(d_hidden, d_weight, 6e-4)
 
@@ -152,7 +153,7 @@ def test_main_grad_is_added_to_in_rounds(monkeypatch):
     problem = Problem(1300, 1500, 64, torch.float32, n_rows=1200)
     per_super_block = marks.unpack_marks(problem.marks.bits, 1500).sum(1).view(-1)
     most = max(int(per_super_block[i : i + 4].sum()) for i in (0, 4, 8))
-    monkeypatch.setattr(backward_packed, "ARENA_BYTES", int(2.2 * most) * 512)
+    monkeypatch.setattr(packed_layout, "ARENA_BYTES", int(2.2 * most) * 512)
     before = torch.randn(1500, 64)
     main_grad = before.clone()
     d_hidden, nothing, _ = problem.run(main_grad=main_grad)
@@ -177,9 +178,9 @@ def test_only_one_gradient(wanted):
 @pytest.mark.parametrize("main_grad", [False, True])
 def test_too_many_pairs_go_to_the_dense_backward(main_grad, monkeypatch):
     """Nothing is written through a list that overflows; the caller is told by the flag alone, on the device."""
-    monkeypatch.setattr(backward_packed, "ARENA_BYTES", 256 * 512)
-    monkeypatch.setattr(backward_packed, "EXTRA_BYTES", 256)
-    monkeypatch.setattr(backward_packed, "MIN_LIST", 1)
+    monkeypatch.setattr(packed_layout, "ARENA_BYTES", 256 * 512)
+    monkeypatch.setattr(packed_layout, "EXTRA_BYTES", 256)
+    monkeypatch.setattr(packed_layout, "MIN_LIST", 1)
     problem = Problem(600, 2000, 64, torch.float32 if main_grad else torch.float16, eps=1e-6)
     total = torch.ones(2000, 64) if main_grad else None
     problem.run(main_grad=total, expect_dense=True)
