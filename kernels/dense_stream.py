@@ -9,8 +9,6 @@ of dC under them follow in a second launch; failing that (no such storage, or a 
 tokens at a time as `spare` has sums for, and dC after it, at the price of a second recomputation.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -55,7 +53,7 @@ def dense_stream(
     n, d = hidden.shape
     n_columns = head.weight.shape[0]
     run = _Stream(hidden, head, target, lse, rows, dense, n_rows)
-    if head.low_rank is not None:  # its products are narrow: they have a launch, and a recomputation, of their own
+    if head.low_rank is not None:  # its products are narrow: a launch, and a recomputation, of their own; dE is fp32
         run(low_rank_grad, None, weight_grad, bias_grad, accumulate=accumulate, low_rank=True)
         weight_grad = bias_grad = None
     if hidden_grad is None or hidden_grad.dtype == torch.float32:
@@ -65,10 +63,10 @@ def dense_stream(
     memory = spare.view(-1).view(torch.uint8)
     memory = memory[-memory.data_ptr() % 16 :]
     memory = memory[: memory.numel() // 16 * 16]
-    under = ceil_div(n * row_bytes, d * spare.element_size())  # columns of dC
+    under = ceil_div(n * row_bytes + 15, d * spare.element_size())  # columns of dC, with what alignment took away
     if spare is weight_grad and under <= n_columns // 2:
         sums = memory[memory.numel() - n * row_bytes :].view(torch.float32).view(n, d)
-        stop = (n_columns - under - 1) // 16 * 16
+        stop = (n_columns - under) // 16 * 16
         run(sums, None, weight_grad, bias_grad, stop=stop)
         run.round_rows(sums, row_index, hidden_grad)
         run(None, None, weight_grad, bias_grad, start=stop)
@@ -82,10 +80,7 @@ def dense_stream(
         sums = memory[: (part.stop - first) * row_bytes].view(torch.float32).view(-1, d)
         some = RowGradients(*(None if g is None else g[part] for g in vars(rows).values()))
         count = None if n_rows is None else (n_rows - first).clamp(min=0)
-        some_head = head
-        if head.low_rank is not None:
-            some_head = replace(head, low_rank=replace(head.low_rank, hidden=head.low_rank.hidden[part]))
-        tokens = _Stream(hidden[part], some_head, target[part], lse[part], some, dense, count)
+        tokens = _Stream(hidden[part], head, target[part], lse[part], some, dense, count)
         tokens(sums, None, None, None)
         index = None if row_index is None else row_index[part]
         tokens.round_rows(sums, index, hidden_grad if index is not None else hidden_grad[part])

@@ -93,8 +93,8 @@ def _most_frequent(target: Tensor, n_columns: int) -> Tensor:
 
 
 def _product(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden @ weight.T with fp32 sums and fp32 result."""
+    """hidden @ weight.T, fp32. What is no half-precision product is made in fp64, which no user allows to be TF32."""
     half = hidden.dtype in (torch.bfloat16, torch.float16)
     if hidden.is_cuda and half and weight.dtype == hidden.dtype:
         return torch.mm(hidden, weight.T, out_dtype=torch.float32)
-    return hidden.float() @ weight.float().T
+    return (hidden.double() @ weight.double().T).float()

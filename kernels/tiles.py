@@ -8,7 +8,7 @@ Masking comes last: a softcap would turn -inf into -softcap and padding lanes in
 
 Tiles come through TMA descriptors where the hardware has them and the layout allows (rows contiguous, address and
 row stride multiples of 16 bytes), through masked loads at int64 addresses otherwise. Both give 0 beyond the edges.
-Only grid axis 0 is used: the others end at 65535.
+Columns and tiles are numbered on grid axis 0: the others end at 65535, which row blocks alone stay below.
 """
 
 from dataclasses import dataclass

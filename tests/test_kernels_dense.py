@@ -219,6 +219,17 @@ def test_several_slices(dtype, into_main, small_workspace, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(run(), one, strict=True))  # bitwise: a repetition
 
 
+@pytest.mark.parametrize("programs", [1, 3, 5, 7, 11])
+def test_any_number_of_programs(programs, monkeypatch, small_workspace):
+    """Tiles of dE leave some programs idle, which start on dC: every tile of both is made once. Row blocks in groups."""
+    hidden, weight, _, target = truth.problem(700, 505, 300, FP32, ignored=0.3)
+    expected = grads_of(vpcce.linear_cross_entropy(hidden, weight, target, backward=EXACT), hidden, weight)
+    monkeypatch.setattr(backward_dense, "multiprocessors", lambda device: programs)
+    monkeypatch.setattr("vpcce.kernels.tiles.HIDDEN_CACHE_BYTES", 2 * 128 * 300 * 4)
+    loss = vpcce.linear_cross_entropy(hidden, weight, target, backward=EXACT)
+    assert all(torch.equal(a, b) for a, b in zip(grads_of(loss, hidden, weight), expected, strict=True))
+
+
 @pytest.fixture
 def products(monkeypatch) -> list:
     """One entry per product: "dE" or "dC"."""

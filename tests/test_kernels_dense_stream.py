@@ -104,6 +104,20 @@ def test_other_dtypes(dtype):
     test_equals_the_dense_backward(dict(v=1500), True, dtype)
 
 
+@pytest.mark.parametrize("d", [1, 2, 3, 5])
+def test_rows_shorter_than_the_alignment(d):
+    """dE's sums begin at a multiple of 16 bytes in dC's storage, and the columns before them are dC's."""
+    problem = Problem(3, 999, d, BF16)
+    d_hidden, d_weight = torch.zeros(3, d, dtype=BF16), torch.zeros(999, d, dtype=BF16)
+    true_weight = torch.zeros(999, d)
+    problem.truth(true_weight, None)
+    dense_stream(
+        *problem.arguments(), **problem.common(), dense=torch.ones(1, dtype=torch.int32), hidden_grad=d_hidden,
+        weight_grad=d_weight, accumulate=False, bias_grad=None, spare=d_weight,
+    )  # fmt: skip
+    assert relative_error(d_weight, true_weight) < 2**-8
+
+
 def test_nothing_is_touched_unless_the_device_says_so():
     problem = Problem(130, 300, 32, BF16)
     d_hidden, d_weight, d_bias = torch.ones(130, 32, dtype=BF16), torch.ones(300, 32, dtype=BF16), torch.ones(300)

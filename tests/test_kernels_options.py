@@ -45,6 +45,31 @@ def test_class_weight_with_label_smoothing(options):
     compare(ours, plain, leaves, wide)
 
 
+@pytest.mark.parametrize("into_main", [False, True], ids=["fresh", "main_grad"])
+def test_label_smoothing_when_no_list_holds_the_marks(into_main, monkeypatch):
+    """The dense backward takes over and has the smoothed part itself: it is there once, in dE, dC and dbias."""
+    monkeypatch.setattr("vpcce.kernels.packed_layout.ARENA_BYTES", 16 * 128 * 4)
+    leaves, wide, target = problem(20, 200, 16)
+    total = torch.ones(200, 16) if into_main else None
+    ours = vpcce.linear_cross_entropy(
+        *leaves[:2], target, bias=leaves[2], label_smoothing=0.3, backward=vpcce.sampled(1e-30), main_grad=total
+    )
+    plain = truth.cross_entropy(*wide[:2], target, bias=wide[2], label_smoothing=0.3)
+    ours.backward()
+    d_weight = total - 1 if into_main else leaves[1].grad
+    for got, right in zip((leaves[0].grad, d_weight, leaves[2].grad), torch.autograd.grad(plain, wide), strict=True):
+        assert (got.double() - right).norm() <= 1e-4 * right.norm()
+
+
+@pytest.mark.parametrize("backward", [vpcce.exact(), vpcce.sampled(1e-30)], ids=["exact", "sampled"])
+def test_bias_alone(backward):
+    leaves, wide, target = problem(20, 200, 16)
+    loss = vpcce.linear_cross_entropy(*(t.detach() for t in leaves[:2]), target, bias=leaves[2], backward=backward)
+    (right,) = torch.autograd.grad(truth.cross_entropy(*wide[:2], target, bias=wide[2]), wide[2:])
+    (got,) = torch.autograd.grad(loss, leaves[2])
+    assert (got.double() - right).norm() <= 1e-4 * right.norm()
+
+
 @pytest.mark.parametrize("options", [dict(), dict(softcap=3.0, logit_scale=1.3)], ids=["plain", "softcap, scale"])
 def test_logprobs_of_several_ids(options):
     """300 columns: ids in more than one tile, some twice for a token, some ignored."""

@@ -187,6 +187,15 @@ def test_too_many_pairs_go_to_the_dense_backward(main_grad, monkeypatch):
     assert total is None or torch.all(total == 1)
 
 
+def test_gradients_that_dc_would_overwrite_go_to_the_dense_backward(monkeypatch):
+    """The lists fit, but finished groups of dC would reach G of later ones: too little lies behind dC's storage."""
+    monkeypatch.setattr(packed_layout, "SLAB_COLUMNS", 1024)
+    problem = Problem(600, 4000, 384, torch.float16, eps=2.0**-3)
+    n_pairs = int(marks.unpack_marks(problem.marks.bits, 4000).sum())
+    monkeypatch.setattr(packed_layout, "EXTRA_BYTES", n_pairs // 50 * 256)
+    problem.run(expect_dense=True)
+
+
 def test_pack_and_unpack_marks_are_inverse():
     wanted = torch.rand(3, 1000) < 0.3
     bits = marks.pack_marks(wanted)

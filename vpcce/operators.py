@@ -166,7 +166,7 @@ def _backward(
     grads = tuple(None if g is None or g.shape[:1] != lse.shape else g for g in given)
     lse_rows, upstream = _row_gradients(grads, lse, entropy, target, rows)
     hidden_policy, weight_policy = how.policies
-    want_hidden = "h" in needs or "s" in needs
+    want_hidden, want_weight = "h" in needs or "s" in needs, "w" in needs or "B" in needs
     low_grad = None
     if lora_a is not None and (want_hidden or "A" in needs):
         low_grad = lse.new_zeros(head.low_rank.hidden.shape)
@@ -193,8 +193,9 @@ def _backward(
         tokens, head, rows.local, lse_rows, upstream,
         n_rows=rows.count,
         row_index=rows.index if rows.on_device else None,
-        hidden_policy=hidden_policy if want_hidden or low_grad is not None else None,
-        weight_policy=weight_policy if "w" in needs or "B" in needs else None,
+        # Without dE and dC, dbias alone is computed under hidden's policy.
+        hidden_policy=hidden_policy if want_hidden or low_grad is not None or not want_weight else None,
+        weight_policy=weight_policy if want_weight else None,
         bias_grad="b" in needs or ("s" in needs and bias is not None),
         marks=None if marks is None else Marks(marks, seed),
         main_grad=into,
