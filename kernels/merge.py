@@ -56,7 +56,7 @@ def merge_ranks_kernel(
     target_logit = tl.zeros((BLOCK,), tl.float32)
     expected = tl.zeros((BLOCK,), tl.float32)
     logit_sum = tl.zeros((BLOCK,), tl.float32)
-    best = tl.zeros((BLOCK,), tl.int32) + vocab_size
+    best = tl.zeros((BLOCK,), tl.int32) + (vocab_size - 1)  # of a row with NaN
     for rank in range(n_ranks):
         part = own + rank * K * wide_n
         m = tl.load(part, mask=counts, other=-float("inf"))

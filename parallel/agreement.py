@@ -4,11 +4,11 @@ Collectives of different sizes, or of which one rank knows nothing, hang or abor
 `VocabShard(check=True)` a call therefore begins with a comparison:
 
     backend of the group      every call                            new on some rank, or different
-    gloo, blocks the host     all-gather of 24 bytes per rank       descriptions through the group's store
+    gloo, blocks the host     all-gather of 32 bytes per rank       descriptions through the group's store
     NCCL and others           nothing                               descriptions through the group's store
 
-The 24 bytes are a digest of everything compared, whether the configuration has been agreed on before, and the number
-of the call; two processes of one machine need 0.2 ms for them. Over gloo every rank hears at the same call of a new
+The 32 bytes are a digest of everything that must be equal, one of the rank's shard, whether the rank has agreed on both
+before, and the number of the call; two processes of one machine need 0.2 ms for them. Over gloo every rank hears at the same call of a new
 configuration, of a difference, and of a rank that refused its arguments; all raise, and the group remains usable.
 
 Over NCCL the host runs ahead of the device, and acting on other ranks' numbers would make it wait at every call. There
@@ -18,7 +18,7 @@ group's timeout is over, naming what changed). The others hang in their next col
 own timeout ends them. Nothing is compared while a CUDA graph is captured.
 
 The first call on a group is compared whatever `check` says, so that `check` itself is. Later nobody hears of a rank
-that turns it off alone, nor of one that was given no shard or group.
+that turns it off alone, of one that was given no shard or group, or of one that refused a DTensor's placement.
 """
 
 import hashlib
@@ -43,7 +43,8 @@ class _State:
         name = f"vpcce/{group.group_name}/{dist.get_process_group_ranks(group)[0]}"
         lives = dist.PrefixStore(name, _get_default_store())
         self.store = dist.PrefixStore(str(lives.add(f"lives of rank {dist.get_rank(group)}", 1)), lives)
-        self.seen: set[str] = set()  # configurations that all ranks agreed on
+        self.seen: set[str] = set()  # configurations, with this rank's shard, that all ranks agreed on
+        self.tilings: set[tuple[int, ...]] = set()  # digests of all ranks' shards that tile the vocabulary
         self.latest: dict[str, str] = {}  # the fields of the last one
         self.calls = 0
         self.published: list[str] = []  # keys of this rank in the store
@@ -80,7 +81,8 @@ def agree(group: dist.ProcessGroup, fields: Fields, shard: tuple[int, int] | Non
     """
     state = _next_call(group)
     config = repr((fields, shard))
-    if _all_know(group, state, repr((fields, per_call)), config in state.seen):
+    all_know, tiling = _all_know(group, state, repr((fields, per_call)), repr(shard), config in state.seen)
+    if all_know:
         return
     described = [(name, repr(value)) for name, value in (*fields, *per_call)]
     _publish(group, state, None, described, shard)
@@ -96,6 +98,7 @@ def agree(group: dist.ProcessGroup, fields: Fields, shard: tuple[int, int] | Non
     if shard is not None:
         _check_tiling([tuple(theirs) for _, _, theirs in ranks], int(dict(described)["vocab_size"]))
     state.seen.add(config)
+    state.tilings.add(tiling)
     state.latest = dict(described)
 
 
@@ -106,7 +109,7 @@ def report_failure(group: dist.ProcessGroup | None, check: bool, error: Exceptio
     state = _next_call(group)
     message = f"{type(error).__name__}: {error}"
     listened_to = blocks_host(group) or not state.seen
-    _all_know(group, state, message, False)
+    _all_know(group, state, message, "", False)
     _publish(group, state, message, (), None)
     if listened_to:  # stay until the others have read it: this rank may host the store
         _collect(group, state, ())
@@ -120,15 +123,25 @@ def _next_call(group: dist.ProcessGroup) -> _State:
     return state
 
 
-def _all_know(group: dist.ProcessGroup, state: _State, compared: str, is_known: bool) -> bool:
-    """Whether all ranks ask the same and agreed on it before; over NCCL, whether this one did."""
+def _all_know(
+    group: dist.ProcessGroup, state: _State, compared: str, shard: str, is_known: bool
+) -> tuple[bool, tuple[int, ...]]:
+    """Whether all ranks ask the same and agreed on it and on their shards before; and the digests of those.
+
+    Over NCCL: whether this rank did, and nothing.
+    """
     if not blocks_host(group):
-        return is_known
-    digest = int.from_bytes(hashlib.blake2b(compared.encode(), digest_size=8).digest(), "big", signed=True)
-    mine = torch.tensor([digest, is_known, state.calls], dtype=torch.int64, device="cpu")
+        return is_known, ()
+    mine = torch.tensor([_digest(compared), _digest(shard), is_known, state.calls], dtype=torch.int64, device="cpu")
     ranks = collectives.gather_stats(mine, group).tolist()
-    state.calls = max(calls for _, _, calls in ranks)  # a rank may have failed before it knew its group
-    return all(theirs == digest and known for theirs, known, _ in ranks)
+    state.calls = max(calls for *_, calls in ranks)  # a rank may have failed before it knew its group
+    tiling = tuple(theirs for _, theirs, _, _ in ranks)
+    all_know = all(theirs == ranks[0][0] and known for theirs, _, known, _ in ranks)
+    return all_know and tiling in state.tilings, tiling
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
 
 def _publish(group: dist.ProcessGroup, state: _State, error: str | None, described: Fields, shard) -> None:

@@ -336,3 +336,27 @@ def test_memory_stays_far_below_the_logits():
     """The logits would take 1 GiB; beyond inputs and gradients less than 300 MB may be used."""
     done = subprocess.run([sys.executable, "-c", MEMORY_SCRIPT], capture_output=True, text=True, check=True)
     assert float(done.stdout) < 300
+
+
+def test_a_learned_scale_of_zero_has_a_gradient():
+    hidden, weight, _, target = truth.problem(6, 9, 4)
+    scale = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    ours = vpcce.linear_cross_entropy(hidden, weight, target, logit_scale=scale)
+    plain = F.cross_entropy(scale * (hidden @ weight.T), target)
+    torch.testing.assert_close(ours, plain)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, scale)[0] for loss in (ours, plain)))
+
+
+def test_a_row_of_nan_has_an_argmax_inside_the_vocabulary():
+    hidden = torch.randn(3, 4)
+    hidden[1] = torch.nan
+    stats = vpcce.linear_stats(hidden, torch.randn(13, 4), torch.arange(3), argmax=True)
+    assert torch.all(stats.argmax < 13) and stats.lse[1].isnan()
+
+
+def test_autocast_leaves_float64_alone():
+    hidden, weight, _, target = truth.problem(6, 9, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = vpcce.linear_cross_entropy(hidden, weight, target)
+    assert loss.dtype == torch.float64
+    torch.testing.assert_close(loss, F.cross_entropy(hidden @ weight.T, target))

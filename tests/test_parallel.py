@@ -227,7 +227,7 @@ def disagree(rank, world, fault):
         ),
         ("option", "softcap must be equal on all ranks of the group, got rank 0: None, rank 1: 30.0"),
         ("ignored", "ignore_index must be equal on all ranks of the group, got rank 0: -100, rank 1: None"),
-        ("reduction", "(reduction, label_smoothing, z_loss, shift) must be equal on all ranks"),
+        ("reduction", "(reduction, label_smoothing, z_loss, shift, class_weight) must be equal on all ranks"),
         (
             "overlap",
             "shards overlap at id 30, expected a tiling of [0, 64), got rank 0: [0, 32), rank 1: [30, 62)",
@@ -289,6 +289,12 @@ def disagree_later(rank, world, fault):
         "unknown": dict(reduction="avg"),
         "sequences": dict(shift=True, cu_seqlens=torch.tensor([[0, 8]])),
         "shard": dict(shard=vpcce.VocabShard(30 * rank, 30 * rank + 32, v)),
+        "class weight": dict(class_weight=torch.ones(v)),
+        "scale's value": dict(logit_scale=scale.detach().add(1).requires_grad_()),
+        "reordered target": dict(target=torch.tensor([3, 0, -100, 2, 4, 5, 6, 7])),  # same sum, same products
+        "sparse": dict(hidden=hidden.detach().to_sparse().requires_grad_()),
+        "too few dimensions": dict(hidden=hidden[0], shift=True),
+        "beyond a float": dict(softcap=10**400),
     }
     losses = [call()]
     said = "no error"
@@ -307,7 +313,7 @@ def disagree_later(rank, world, fault):
         ("hidden's dtype", "hidden's dtype must be equal on all ranks"),
         ("weight's dtype", "weight's dtype must be equal on all ranks"),
         ("option", "softcap must be equal on all ranks of the group, got rank 0: None, rank 1: 30.0"),
-        ("reduction", "(reduction, label_smoothing, z_loss, shift) must be equal on all ranks"),
+        ("reduction", "(reduction, label_smoothing, z_loss, shift, class_weight) must be equal on all ranks"),
         ("function", "the function that is called must be equal on all ranks"),
         ("scale", "logit_scale must be equal on all ranks"),
         ("frozen scale", "whether logit_scale requires a gradient must be equal on all ranks"),
@@ -319,6 +325,12 @@ def disagree_later(rank, world, fault):
         ("refused", "ValueError: linear_cross_entropy: shard [32, 64) owns 32 rows, got a weight of 5 rows"),
         ("unknown", "linear_cross_entropy: reduction must be one of ('mean', 'sum', 'none'), got 'avg'"),
         ("sequences", "linear_cross_entropy: expected cu_seqlens of shape [sequences + 1]"),
+        ("class weight", "(reduction, label_smoothing, z_loss, shift, class_weight) must be equal on all ranks"),
+        ("scale's value", "logit_scale (here its shape, dtype and checksum) must be equal on all ranks"),
+        ("reordered target", "the target (here its checksum) must be equal on all ranks"),
+        ("sparse", "TypeError: linear_cross_entropy: hidden must be a dense tensor, got torch.sparse_coo"),
+        ("too few dimensions", "linear_cross_entropy: "),
+        ("beyond a float", "linear_cross_entropy: softcap must be a float or None, got an int of 1329 bits"),
     ],
 )
 def test_ranks_that_disagree_after_they_agreed_get_an_error_too(fault, message):
@@ -326,6 +338,25 @@ def test_ranks_that_disagree_after_they_agreed_get_an_error_too(fault, message):
     for said, (first, third, _) in run_ranks(2, disagree_later, 2, fault, timeout=30):
         assert message in said
         assert third == first
+
+
+def shards_known_apart(rank, world):
+    """Two tilings that were agreed on; then one rank takes its shard from the first, the other from the second."""
+    said = []
+    for cut in (4, 5, 5 - rank):
+        rows = (slice(0, cut), slice(cut, 8))[rank]
+        try:
+            shard = vpcce.VocabShard(rows.start, rows.stop, 8)
+            vpcce.linear_cross_entropy(torch.ones(6, 4), torch.ones(8, 4)[rows], torch.arange(6), shard=shard)
+            said.append("no error")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_shards_that_only_overlap_together():
+    for first, second, third in run_ranks(2, shards_known_apart, 2, timeout=30):
+        assert first == second == "no error" and "shards overlap at id 4" in third
 
 
 def unchecked_on_one_rank(rank, world):

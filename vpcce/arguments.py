@@ -76,7 +76,7 @@ def prepare(
         raise TypeError(f"{who}: shard must be a vpcce.VocabShard, got {type(shard).__name__}")
     group = None if shard is None else group_of(who, shard)
     try:
-        if refused is not None:
+        if isinstance(refused, TypeError | ValueError):
             raise refused
         _check_tensors(who, hidden, weight, target, bias)
         if shard is None:
@@ -94,11 +94,13 @@ def prepare(
         policies = resolve(who, backward, hidden.dtype, hidden.device)
         if per_token is not None:
             policies = exact(), exact()
-    except (TypeError, ValueError) as error:
+        if refused is not None:  # something that the checks above say more clearly, if they see it
+            raise refused
+    except Exception as error:
         if shard is not None and not torch.compiler.is_compiling():
             agreement.report_failure(group, shard.check, error)
         raise
-    if torch.is_autocast_enabled(hidden.device.type):
+    if torch.is_autocast_enabled(hidden.device.type) and torch.float64 not in (hidden.dtype, weight.dtype):
         compute = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(compute), weight.to(compute)
     hidden_grad, weight_grad, bias_grad, scale_grad, *lora_grads = (
@@ -170,6 +172,9 @@ def _check_tensors(who: str, hidden, weight, target, bias) -> None:
             raise TypeError(f"{who}: {name} must be a torch.Tensor, got {type(value).__name__}")
         if value.device != hidden.device:
             raise ValueError(f"{who}: {name} is on {value.device}, expected hidden's device {hidden.device}")
+        if value.layout != torch.strided or value.is_nested:
+            layout = "a nested tensor" if value.is_nested else value.layout
+            raise TypeError(f"{who}: {name} must be a dense tensor, got {layout}")
         if name != "target" and value.dtype not in FLOATS:
             raise TypeError(f"{who}: {name} must be bfloat16, float16, float32 or float64, got {value.dtype}")
     if target.dtype not in (torch.int64, torch.int32):
@@ -209,9 +214,13 @@ def _check_sizes(who, hidden, weight, target, bias, shard: VocabShard, ranks: in
             f"{who}: hidden {_shape(hidden)} holds {n_tokens} tokens{held}, "
             f"expected a target of {expected} ids, got {_shape(target)}"
         )
-    if not sequence_parallel and target.shape != hidden.shape[:-1] and target.dim() != 1:
+    leading = list(hidden.shape[:-1])
+    if sequence_parallel and leading:
+        leading[0] *= ranks
+    if list(target.shape) != leading and target.dim() != 1:
+        gathered = ", the first one over all ranks" if sequence_parallel else ""
         raise ValueError(
-            f"{who}: expected a target of shape {_shape(hidden)[:-1]} (hidden's leading dimensions) "
+            f"{who}: expected a target of shape {leading} (hidden's leading dimensions{gathered}) "
             f"or a flat one, got {_shape(target)}"
         )
     if weight.shape[0] != shard.n_rows:
@@ -260,6 +269,8 @@ def check_loss_options(who: str, reduction, label_smoothing=0.0, z_loss=0.0) -> 
 def _check_number(who: str, name: str, value, expected: str) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{who}: {name} must be {expected}, got {type(value).__name__}")
+    if isinstance(value, int) and abs(value) > 2**1000:
+        raise ValueError(f"{who}: {name} must be {expected}, got an int of {value.bit_length()} bits")
 
 
 def _check_main_grad(who: str, main_grad, weight: Tensor) -> None:

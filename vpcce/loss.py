@@ -25,6 +25,7 @@ from vpcce import autograd
 from vpcce.arguments import Arguments, check_loss_options, prepare
 from vpcce.lora import LoRA
 from vpcce.parallel.shard import VocabShard
+from vpcce.settings import fingerprint
 from vpcce.targets import next_tokens
 
 
@@ -171,10 +172,12 @@ def linear_cross_entropy(
     try:
         check_loss_options(who, reduction, label_smoothing, z_loss)
         target = next_tokens(who, hidden, target, shift, cu_seqlens, ignore_index, sequence_parallel)
-    except (TypeError, ValueError) as error:
+    except Exception as error:
         refused = error
-    # torch.compile may have made symbols of the numbers; then they go uncompared.
-    upstream = "" if torch.compiler.is_compiling() else repr((reduction, label_smoothing, z_loss, bool(shift)))
+    upstream = ""  # torch.compile may have made symbols of the numbers; then they go uncompared
+    if not torch.compiler.is_compiling():
+        weights = fingerprint(class_weight) if shard is not None and isinstance(class_weight, Tensor) else None
+        upstream = repr((reduction, label_smoothing, z_loss, bool(shift), weights))
     call = prepare(
         who, hidden, weight, target, bias=bias, shard=shard, ignore_index=ignore_index, softcap=softcap,
         logit_scale=logit_scale, backward=backward, sequence_parallel=sequence_parallel,

@@ -56,13 +56,13 @@ def _forward(
     group = collectives.resolve(how.group)
     try:
         check_targets(target, how)
-    except ValueError as error:
+    except Exception as error:
         agreement.report_failure(group, how.check, error)
         raise
     factor = logit_scale if scale is None else f"a tensor of {scale.dtype}"
     lora = None if lora_a is None else LoRA(lora_a, lora_b, lora_scale)
     options = [("logit_scale", factor), ("softcap", softcap), ("lora's rank, scale and dtypes", described(lora))]
-    check_agreement(group, how, hidden, weight, target, bias, options)
+    check_agreement(group, how, hidden, weight, target, bias, options, [("logit_scale", scale), ("lora's a", lora_a)])
     rows = Rows(target, how, check=True)
     tokens = rows.take(collectives.gather_tokens(hidden, group if how.sequence_parallel else None))
     backend = _backend(hidden)
@@ -213,7 +213,7 @@ def _backward(
     scale_grad = None
     if "s" in needs:
         total = scale_part[0] if bias is None else scale_part[0] + (bias_grad * head.bias.to(bias_grad.dtype)).sum()
-        scale_grad = (collectives.sum_small(total, group) / scale.to(lse.dtype)).to(scale.dtype)
+        scale_grad = (collectives.sum_small(total, group) / head.scale.to(lse.dtype)).to(scale.dtype)
     return (
         hidden.new_empty(0) if hidden_grad is None else hidden_grad.to(hidden.dtype),
         hidden.new_empty(0) if weight_grad is None else _with_padding(weight_grad, weight.shape[0]),
@@ -281,8 +281,14 @@ def _row_gradients(grads, lse: Tensor, entropy: Tensor | None, target: Tensor, r
     return kernels.row_gradients(grads, lse, entropy, rows.index, rows.count)
 
 
+SMALLEST_SCALE = 1e-20  # a learned scale of 0: its gradient is divided by it, and the logits are still 0
+
+
 def _head(how: Settings, weight, bias, scale, softcap, column_weight) -> Head:
     """This rank's true ids: padding rows are cut off here and seen by nobody below."""
+    if isinstance(scale, Tensor):
+        scale = scale.to(torch.promote_types(scale.dtype, torch.float32))
+        scale = torch.where(scale == 0, SMALLEST_SCALE, scale)
     n = how.n_valid
     if n == weight.shape[0]:
         return Head(weight, bias, scale, softcap, how.start, column_weight)

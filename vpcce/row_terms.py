@@ -29,7 +29,8 @@ def merge_ranks(ranks: Tensor, layout: StatsLayout, target: Tensor, how: Setting
         entropy = rows.spread(lse - (ranks[:, layout.expected_row] * weights).sum(0) / total)
     if layout.argmax:
         ids = from_float_bits(ranks[:, layout.argmax_row])
-        argmax = rows.spread(torch.where(ranks[:, 0] == top, ids, how.vocab_size).amin(0))
+        # A row with NaN equals no maximum and gets the last id.
+        argmax = rows.spread(torch.where(ranks[:, 0] == top, ids, how.vocab_size - 1).amin(0))
     if layout.logit_sum:
         logit_sum = rows.spread(ranks[:, layout.logit_sum_row].sum(0))
     return Merged(rows.spread(lse), rows.spread(target_logit.reshape(labels.shape)), entropy, logit_sum, argmax)

@@ -6,6 +6,7 @@ which traces the encoding too, and the ranks that compare their settings see one
 
 import ast
 import functools
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -73,11 +74,14 @@ NAMES = {
     "gathers_again": "whether anything requires a gradient (with sequence_parallel)",
     "hidden_policy": "the policy of dE",
     "weight_policy": "the policy of dC",
-    "upstream": "(reduction, label_smoothing, z_loss, shift)",
+    "upstream": "(reduction, label_smoothing, z_loss, shift, class_weight)",
 }
 
 
-def check_agreement(group, how: Settings, hidden, weight, target, bias, options: Sequence[tuple[str, object]]) -> None:
+def check_agreement(
+    group, how: Settings, hidden, weight, target, bias, options: Sequence[tuple[str, object]],
+    same_tensors: Sequence[tuple[str, Tensor | None]] = (),
+) -> None:  # fmt: skip
     """Every rank must ask the same question of the same tokens; only the rows of the weight differ."""
     if not agreement.is_due(group, how.check):
         return
@@ -97,15 +101,24 @@ def check_agreement(group, how: Settings, hidden, weight, target, bias, options:
         *options,
         *((NAMES.get(name, name), value) for name, value in same.items()),
     ]
-    agreement.agree(group, fields, (how.start, how.start + how.n_valid), _target_fields(target, how.ignore_index))
+    per_call = _per_call(target, how.ignore_index, same_tensors)
+    agreement.agree(group, fields, (how.start, how.start + how.n_valid), per_call)
 
 
-def _target_fields(target: Tensor, ignore_index: int | None) -> list[tuple[str, object]]:
-    """What identifies a target, where reading it waits for no device."""
-    if target.device.type != "cpu":
-        return []
-    ids = target.flatten()
-    ignored = 0 if ignore_index is None else int((ids == ignore_index).sum())
-    odd = torch.arange(ids.numel(), device=ids.device) * 2 + 1
-    checksum = int((ids * odd).sum())  # depends on the order, and wraps
-    return [("the number of ignored ids", ignored), ("the target (here its checksum)", checksum)]
+def fingerprint(tensor: Tensor | None) -> object:
+    """What ranks compare of a tensor that must be equal on all of them: its numbers where reading waits for no device."""
+    if tensor is None:
+        return None
+    about = (tuple(tensor.shape), str(tensor.dtype))
+    if tensor.device.type != "cpu":
+        return about
+    return (*about, zlib.crc32(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy()))
+
+
+def _per_call(target: Tensor, ignore_index: int | None, same: Sequence[tuple[str, Tensor | None]]) -> list:
+    """What identifies the numbers of a call."""
+    fields = [(f"{name} (here its shape, dtype and checksum)", fingerprint(tensor)) for name, tensor in same]
+    if target.device.type == "cpu":
+        ignored = 0 if ignore_index is None else int((target == ignore_index).sum())
+        fields += [("the number of ignored ids", ignored), ("the target (here its checksum)", fingerprint(target))]
+    return fields

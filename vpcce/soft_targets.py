@@ -61,7 +61,7 @@ def linear_soft_cross_entropy(
     try:
         check_loss_options(who, reduction)
         _check_probs(who, hidden, ids, probs)
-    except (TypeError, ValueError) as error:
+    except Exception as error:
         refused = error
     stats = stats_of(
         who, hidden, weight, ids, bias=bias, shard=shard, ignore_index=ignore_index, softcap=softcap,

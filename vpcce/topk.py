@@ -75,7 +75,7 @@ def linear_topk(
     try:
         _check_k(who, k, weight, shard)
         nothing = _no_target(who, hidden, shard, sequence_parallel)
-    except (TypeError, ValueError) as error:
+    except Exception as error:
         refused = error
     call = prepare(
         who, hidden, weight, nothing, bias=bias, shard=shard, ignore_index=None, softcap=softcap,
@@ -86,7 +86,8 @@ def linear_topk(
     factor = call.logit_scale if call.scale is None else f"a tensor of {call.scale.dtype}"
     lora_fields = ("lora's rank, scale and dtypes", described(call.lora))
     options = [("logit_scale", factor), ("softcap", softcap), ("k", k), lora_fields]
-    check_agreement(group, how, call.hidden, weight, call.target, bias, options)
+    same = [("logit_scale", call.scale), ("lora's a", None if call.lora is None else call.lora.a)]
+    check_agreement(group, how, call.hidden, weight, call.target, bias, options, same)
     with torch.autocast(hidden.device.type, enabled=False):
         all_tokens = collectives.gather_tokens(call.hidden, group if how.sequence_parallel else None)
         parts = [_shard_topk(rows, call, k) for rows in all_tokens.split(BLOCK_NUMEL // BLOCK_COLUMNS)]
