@@ -9,6 +9,7 @@ machine without CUDA it runs on CPU over gloo (megatron_cpu.py). A run writes to
 
     metrics.jsonl       a line per step and per validation
     loss.png            both losses over the steps
+    settings.json       what the run began with; --resume compares
     summary.json        settings, tokens/s, measured memory of the head
     checkpoints/        parameters, optimiser, schedule, random states; the step says where the data goes on
 
@@ -19,6 +20,7 @@ When a rank dies torchrun ends the others; each says which rank it is, the step,
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import json
 import logging
@@ -50,7 +52,10 @@ class Trainer:
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
         run, sequence = settings.run, settings.model.sequence_length
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=settings.parallelism.tensor)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=settings.parallelism.tensor,
+            distributed_timeout_minutes=-(-run.timeout_seconds // 60),
+        )
         self.settings, self.step = settings, 0
         self.last = run.steps if run.stop_after is None else min(run.steps, run.stop_after)
         self.device = torch.device("cpu" if on_cpu else "cuda")
@@ -216,11 +221,38 @@ def start(settings: settings_module.Settings) -> bool:
     return on_cpu
 
 
+# What may change when a run goes on; the other settings decide its data, its model or its state.
+RESUMABLE = {
+    "loss": None,  # all of it
+    "run": {"steps", "stop_after", "validate_every", "validation_batches", "save_every", "timeout_seconds"},
+    "data": {"cache"},
+}
+
+
+def check_resumed(began: dict[str, Any], asked: dict[str, Any]) -> None:
+    """ValueError where a run would not go on as it began."""
+    for section, values in asked.items():
+        free = RESUMABLE.get(section, set())
+        if free is None:
+            continue
+        before = began[section]
+        if not isinstance(values, dict):
+            before, values = {section: before}, {section: values}
+        for name, now in values.items():
+            if name not in free and before.get(name) != now:
+                setting = name if name == section else f"{section}.{name}"
+                raise ValueError(f"--resume: {setting} was {before.get(name)} when the run began, got {now}")
+
+
 def prepare(config: str, overrides: list[str], resume: bool) -> Trainer:
     """The trainer of this rank, at the step where training starts."""
     settings = settings_module.load(config, overrides)
     trainer = Trainer(settings, start(settings))
+    began_with = trainer.folder / "settings.json"
+    asked = dataclasses.asdict(settings) | {"ranks": dist.get_world_size()}
     if resume:
+        if began_with.exists():
+            check_resumed(json.loads(began_with.read_text()), asked)
         trainer.step = trainer.state.load()
         if trainer.step >= trainer.last:
             name, step = settings.run.name, trainer.step
@@ -230,6 +262,7 @@ def prepare(config: str, overrides: list[str], resume: bool) -> Trainer:
     elif dist.get_rank() == 0:
         trainer.folder.mkdir(parents=True, exist_ok=True)
         (trainer.folder / "metrics.jsonl").write_text("")
+        began_with.write_text(json.dumps(asked, indent=2) + "\n")
     dist.barrier()
     return trainer
 
@@ -258,8 +291,8 @@ def main(arguments: list[str]) -> None:
         if rank:
             time.sleep(5)  # the first to leave makes torchrun end the others: let rank 0 speak
         leave(f"pretrain_gpt: {error}")
-    except Exception as error:
-        leave(f"{traceback.format_exc()}pretrain_gpt: rank {rank} failed to start: {error}")
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        leave(f"{traceback.format_exc()}pretrain_gpt: rank {rank} failed to start: {error!r}")
     try:
         trainer.train()
     except Exception as error:

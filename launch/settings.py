@@ -26,6 +26,11 @@ def _at_least(lowest: int, section: str, settings: Any, *names: str) -> None:
             raise ValueError(f"{section}.{name}: expected at least {lowest}, got {value}")
 
 
+def _within(name: str, value: float | None, low: float, high: float) -> None:
+    if value is not None and not low <= value <= high:  # NaN is not
+        raise ValueError(f"{name}: expected {low:g} to {high:g}, got {value}")
+
+
 def _multiple(name: str, value: int, unit_name: str, unit: int) -> None:
     if value % unit:
         raise ValueError(f"{name}: expected a multiple of {unit_name} = {unit}, got {value}")
@@ -52,6 +57,9 @@ class Model:
         heads = self.num_attention_heads
         if self.head_dim is None:
             _multiple("model.hidden_size", self.hidden_size, "model.num_attention_heads", heads)
+        # Rotary embeddings turn pairs.
+        _multiple("model.head_dim", self.head_dim or self.hidden_size // heads, "the size of a pair", 2)
+        _within("model.final_softcap", self.final_softcap, 1e-6, 1e6)
         if self.num_query_groups is not None:
             _multiple("model.num_attention_heads", heads, "model.num_query_groups", self.num_query_groups)
 
@@ -74,8 +82,7 @@ class Data:
 
     def __post_init__(self) -> None:
         _one_of("data.tokenizer", self.tokenizer, ("tekken", "bytes"))
-        if not 0 < self.validation_percent < 100:
-            raise ValueError(f"data.validation_percent: expected 1 to 99, got {self.validation_percent}")
+        _within("data.validation_percent", self.validation_percent, 1, 99)
 
 
 @dataclass
@@ -87,6 +94,15 @@ class Optimiser:
     beta1: float = 0.9
     beta2: float = 0.95
     clip_grad: float = 1.0
+
+    def __post_init__(self) -> None:
+        _within("optimiser.learning_rate", self.learning_rate, 0, 1e3)
+        _within("optimiser.min_learning_rate", self.min_learning_rate, 0, self.learning_rate)
+        _at_least(0, "optimiser", self, "warmup_steps")
+        for name in ("beta1", "beta2"):
+            _within(f"optimiser.{name}", getattr(self, name), 0, 0.999999)
+        for name in ("weight_decay", "clip_grad"):
+            _within(f"optimiser.{name}", getattr(self, name), 0, 1e6)
 
 
 @dataclass
@@ -102,6 +118,8 @@ class Loss:
         for name in ("backward", "backward_weight"):
             if getattr(self, name) is not None:
                 _one_of(f"loss.{name}", getattr(self, name), ("auto", "exact", "filtered", "sampled"))
+        _within("loss.z_loss", self.z_loss, 0, 1e6)
+        _within("loss.label_smoothing", self.label_smoothing, 0, 1)
 
 
 @dataclass
@@ -116,11 +134,15 @@ class Run:
     save_every: int = 0  # 0: only at the end
     precision: str = "fp32"  # fp32 | bf16 (needs CUDA)
     seed: int = 1234
-    timeout_seconds: int = 300  # a collective that waits longer fails
+    timeout_seconds: int = 300  # a collective that waits longer fails; Megatron's groups count whole minutes
 
     def __post_init__(self) -> None:
         _one_of("run.precision", self.precision, ("fp32", "bf16"))
-        counts = ("steps", "stop_after", "micro_batch", "global_batch", "validation_batches", "timeout_seconds")
+        if Path(self.name).name != self.name or self.name in ("", ".."):
+            raise ValueError(f"run.name: expected the name of a folder in runs/, got {self.name!r}")
+        _within("run.seed", self.seed, 0, 2**32 - 1)
+        _within("run.timeout_seconds", self.timeout_seconds, 1, 10**7)
+        counts = ("steps", "stop_after", "micro_batch", "global_batch", "validation_batches")
         _at_least(1, "run", self, *counts)
         _at_least(0, "run", self, "validate_every", "save_every")
 

@@ -99,7 +99,7 @@ def test_a_slice_of_the_backward_costs_three_views():
 def test_a_sampled_mean():
     """Forward only: the packed backward plans its own work. Some find the frequent targets."""
     forward, launches = host_work(training_step(backward=SAMPLED))[0]
-    assert forward.total() <= 31, forward
+    assert forward.total() <= 32, forward
     assert len(launches) == 10, launches
 
 

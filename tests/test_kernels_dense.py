@@ -221,7 +221,7 @@ def test_several_slices(dtype, into_main, small_workspace, monkeypatch):
 
 @pytest.mark.parametrize("programs", [1, 3, 5, 7, 11])
 def test_any_number_of_programs(programs, monkeypatch, small_workspace):
-    """Tiles of dE leave some programs idle, which start on dC: every tile of both is made once. Row blocks in groups."""
+    """Tiles of dE leave some programs idle, which start on dC: every tile is made once. Row blocks come in groups."""
     hidden, weight, _, target = truth.problem(700, 505, 300, FP32, ignored=0.3)
     expected = grads_of(vpcce.linear_cross_entropy(hidden, weight, target, backward=EXACT), hidden, weight)
     monkeypatch.setattr(backward_dense, "multiprocessors", lambda device: programs)

@@ -154,6 +154,46 @@ def test_files_that_are_no_settings(content, message, tmp_path, monkeypatch):
     assert str(caught.value).startswith(f"config: {message}") and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("optimiser.min_learning_rate=1", "optimiser.min_learning_rate: expected 0 to 0.004, got 1.0"),
+        ("optimiser.learning_rate=.nan", "optimiser.learning_rate: expected 0 to 1000, got nan"),
+        ("optimiser.beta1=2", "optimiser.beta1: expected 0 to 0.999999, got 2.0"),
+        ("optimiser.warmup_steps=-5", "optimiser.warmup_steps: expected at least 0, got -5"),
+        ("model.head_dim=3", "model.head_dim: expected a multiple of the size of a pair = 2, got 3"),
+        ("model.final_softcap=-1", "model.final_softcap: expected 1e-06 to 1e+06, got -1.0"),
+        ("loss.label_smoothing=2", "loss.label_smoothing: expected 0 to 1, got 2.0"),
+        ("run.timeout_seconds=99999999999999", "run.timeout_seconds: expected 1 to 1e+07, got 99999999999999"),
+        ("run.seed=-1", "run.seed: expected 0 to 4.29497e+09, got -1"),
+        ("run.name=../x", "run.name: expected the name of a folder in runs/, got '../x'"),
+    ],
+)
+def test_values_that_would_fail_later(override, message):
+    import settings
+
+    with pytest.raises(ValueError) as caught:
+        settings.load("tiny", [override])
+    assert message in str(caught.value)
+
+
+def test_a_resumed_run_goes_on_as_it_began():
+    import dataclasses
+
+    import pretrain_gpt
+    import settings
+
+    began = dataclasses.asdict(settings.load("tiny", [])) | {"ranks": 2}
+    same = dataclasses.asdict(settings.load("tiny", ["run.steps=70", "loss.implementation=megatron"])) | {"ranks": 2}
+    pretrain_gpt.check_resumed(began, same)
+    for changed, message in (
+        (dataclasses.asdict(settings.load("tiny", ["run.seed=7"])) | {"ranks": 2}, "run.seed was 1234 .*, got 7"),
+        (same | {"ranks": 1}, "--resume: ranks was 2 when the run began, got 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pretrain_gpt.check_resumed(began, changed)
+
+
 @pytest.mark.parametrize("line", ["{'text': 1", '{"txt": "a"}', '["text"]', '{"text": 3}', "7"])
 def test_lines_without_text(line, tmp_path):
     import corpus
