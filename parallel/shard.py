@@ -28,7 +28,7 @@ class VocabShard:
         group: the tensor-parallel process group. None is the default group where the shard is a part of the
             vocabulary, and no group at all where it is the whole.
         check: compare shapes, dtypes, options and, on the CPU, targets over the ranks, so that a disagreement is an
-            error and not a hang; must be equal on all ranks. Over gloo this costs a gather of 24 bytes per call, over
+            error and not a hang; must be equal on all ranks. Over gloo this costs a gather of 32 bytes per call, over
             NCCL a round trip to the group's store when a configuration is new, see `vpcce.parallel.agreement`.
 
     A shard of a group cannot be pickled, since the group belongs to its process; copies share the group.

@@ -106,13 +106,13 @@ def check_agreement(
 
 
 def fingerprint(tensor: Tensor | None) -> object:
-    """What ranks compare of a tensor that must be equal on all of them: its numbers where reading waits for no device."""
+    """What ranks compare of a tensor that must be equal on all: its numbers where reading waits for no device."""
     if tensor is None:
         return None
     about = (tuple(tensor.shape), str(tensor.dtype))
     if tensor.device.type != "cpu":
         return about
-    return (*about, zlib.crc32(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy()))
+    return (*about, zlib.crc32(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data))
 
 
 def _per_call(target: Tensor, ignore_index: int | None, same: Sequence[tuple[str, Tensor | None]]) -> list:
