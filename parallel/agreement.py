@@ -9,7 +9,8 @@ Collectives of different sizes, or of which one rank knows nothing, hang or abor
 
 The 32 bytes are a digest of everything that must be equal, one of the rank's shard, whether the rank has agreed on
 both before, and the number of the call; two processes of one machine need 0.2 ms for them. Over gloo every rank hears
-at the same call of a new configuration, of a difference, and of a rank that refused its arguments; all raise, and the group remains usable.
+at the same call of a new configuration, of a difference, and of a rank that refused its arguments; all raise, and the
+group remains usable.
 
 Over NCCL the host runs ahead of the device, and acting on other ranks' numbers would make it wait at every call. There
 only a configuration's first call is compared, through the store alone: the device is not waited for. A rank that

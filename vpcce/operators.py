@@ -213,7 +213,7 @@ def _backward(
     scale_grad = None
     if "s" in needs:
         total = scale_part[0] if bias is None else scale_part[0] + (bias_grad * head.bias.to(bias_grad.dtype)).sum()
-        scale_grad = (collectives.sum_small(total, group) / _divisor(scale).to(lse.dtype)).to(scale.dtype)
+        scale_grad = (collectives.sum_small(total, group) / _nonzero(scale).to(lse.dtype)).to(scale.dtype)
     return (
         hidden.new_empty(0) if hidden_grad is None else hidden_grad.to(hidden.dtype),
         hidden.new_empty(0) if weight_grad is None else _with_padding(weight_grad, weight.shape[0]),
@@ -284,7 +284,7 @@ def _row_gradients(grads, lse: Tensor, entropy: Tensor | None, target: Tensor, r
 SMALLEST_SCALE = 1e-20  # a learned scale of 0: its gradient is divided by it, and the logits are still 0
 
 
-def _divisor(scale: Tensor) -> Tensor:
+def _nonzero(scale: Tensor) -> Tensor:
     """A learned scale as it is computed with."""
     scale = scale.to(torch.promote_types(scale.dtype, torch.float32))
     return torch.where(scale == 0, SMALLEST_SCALE, scale)
@@ -293,7 +293,7 @@ def _divisor(scale: Tensor) -> Tensor:
 def _head(how: Settings, weight, bias, scale, softcap, column_weight) -> Head:
     """This rank's true ids: padding rows are cut off here and seen by nobody below."""
     if isinstance(scale, Tensor):
-        scale = _divisor(scale)
+        scale = _nonzero(scale)
     n = how.n_valid
     if n == weight.shape[0]:
         return Head(weight, bias, scale, softcap, how.start, column_weight)
