@@ -141,9 +141,9 @@ def prepare(data: Any, tokenizer: Any) -> Path:
             unfinished.rename(folder)
         except ValueError as error:
             refused = str(error)
-        except OSError:
+        except OSError as error:
             if not folder.exists():  # otherwise another node on the same file system was first
-                raise
+                refused = f"data.cache: expected a folder to write to, got {data.cache!r}: {error.strerror}"
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     everyone: list[Any] = [None] * dist.get_world_size()

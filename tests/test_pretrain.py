@@ -214,6 +214,13 @@ def test_every_rank_ends_with_one_sentence(folder):
     assert not list((folder / "runs/data").glob("*"))
 
 
+@pytest.mark.megatron
+def test_a_cache_that_cannot_be_written(folder):
+    done = subprocess.run(command("data.cache=/proc/x"), cwd=folder, capture_output=True, text=True, timeout=200)
+    assert "pretrain_gpt: data.cache: expected a folder to write to, got '/proc/x': " in done.stderr
+    assert "pretrain_gpt.py" not in done.stderr.partition("pretrain_gpt: ")[0], "no traceback"
+
+
 def test_documents_and_tokenizers(folder):
     import corpus
 
