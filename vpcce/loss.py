@@ -11,9 +11,9 @@ weights, z-loss, importance ratios) needs no kernel. All functions share their f
     target     [N]             [N]                    same on all T ranks        -                     -
     result     [N] or scalar   [N] or scalar          same on all T ranks
 
-Two small collectives at most run forward and one backward, two with LoRA; every rank then holds the same loss and the
-same dE (or its tokens of it), and the gradient of its own rows of the weight. A loss that is the same on all ranks must
-not be averaged over them again.
+Two small collectives at most run forward and one backward, two with LoRA, beside the comparison of arguments
+(`vpcce.parallel.agreement`); every rank then holds the same loss and the same dE (or its tokens of it), and the
+gradient of its own rows of the weight. A loss that is the same on all ranks must not be averaged over them again.
 """
 
 from typing import Any, NamedTuple
