@@ -222,12 +222,14 @@ def test_several_slices(dtype, into_main, small_workspace, monkeypatch):
 @pytest.mark.parametrize("programs", [1, 3, 5, 7, 11])
 def test_any_number_of_programs(programs, monkeypatch, small_workspace):
     """Tiles of dE leave some programs idle, which start on dC: every tile is made once. Row blocks come in groups."""
-    hidden, weight, _, target = truth.problem(700, 505, 300, FP32, ignored=0.3)
+    hidden, weight, _, target = truth.problem(150, 2000, 300, FP32)
     expected = grads_of(vpcce.linear_cross_entropy(hidden, weight, target, backward=EXACT), hidden, weight)
     monkeypatch.setattr(backward_dense, "multiprocessors", lambda device: programs)
-    monkeypatch.setattr("vpcce.kernels.tiles.HIDDEN_CACHE_BYTES", 2 * 128 * 300 * 4)
+    monkeypatch.setattr("vpcce.kernels.tiles.HIDDEN_CACHE_BYTES", 128 * 300 * 4)
     loss = vpcce.linear_cross_entropy(hidden, weight, target, backward=EXACT)
-    assert all(torch.equal(a, b) for a, b in zip(grads_of(loss, hidden, weight), expected, strict=True))
+    d_hidden, d_weight = grads_of(loss, hidden, weight)
+    assert torch.equal(d_weight, expected[1])
+    assert relative_error(d_hidden, expected[0]) < ROUNDINGS  # the slices, and so the order of sums, may be others
 
 
 @pytest.fixture

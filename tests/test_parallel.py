@@ -291,7 +291,7 @@ def disagree_later(rank, world, fault):
         "shard": dict(shard=vpcce.VocabShard(30 * rank, 30 * rank + 32, v)),
         "class weight": dict(class_weight=torch.ones(v)),
         "scale's value": dict(logit_scale=scale.detach().add(1).requires_grad_()),
-        "reordered target": dict(target=torch.tensor([3, 0, -100, 2, 4, 5, 6, 7])),  # same sum, same products
+        "colliding target": dict(target=torch.tensor([0, 8, -100, 0, 4, 5, 6, 7])),  # sum of (2 i + 1) * id is the same
         "sparse": dict(hidden=hidden.detach().to_sparse().requires_grad_()),
         "too few dimensions": dict(hidden=hidden[0], shift=True),
         "beyond a float": dict(softcap=10**400),
@@ -327,7 +327,7 @@ def disagree_later(rank, world, fault):
         ("sequences", "linear_cross_entropy: expected cu_seqlens of shape [sequences + 1]"),
         ("class weight", "(reduction, label_smoothing, z_loss, shift, class_weight) must be equal on all ranks"),
         ("scale's value", "logit_scale (here its shape, dtype and checksum) must be equal on all ranks"),
-        ("reordered target", "the target (here its checksum) must be equal on all ranks"),
+        ("colliding target", "the target (here its checksum) must be equal on all ranks"),
         ("sparse", "TypeError: linear_cross_entropy: hidden must be a dense tensor, got torch.sparse_coo"),
         ("too few dimensions", "linear_cross_entropy: "),
         ("beyond a float", "linear_cross_entropy: softcap must be a float or None, got an int of 1329 bits"),
