@@ -76,7 +76,9 @@ def compare(option, plain, hidden: Tensor, weight: Tensor, budget_s: float) -> d
     return row | ratios
 
 
-def run(shape: tuple[int, int, int], budget_s: float, command: str, out: Path) -> list[dict]:
+def run(
+    shape: tuple[int, int, int], budget_s: float, command: str, out: Path, only: list[str] | None = None
+) -> list[dict]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     hidden, weight, target = head.make_head(head.Case("", *shape), device)
     tensors = (hidden, weight, target)
@@ -84,6 +86,8 @@ def run(shape: tuple[int, int, int], budget_s: float, command: str, out: Path) -
     for policy, make in POLICIES.items():
         plain = partial(vpcce.linear_cross_entropy, *tensors, backward=make())
         for name, option in options(*shape[1:], device).items():
+            if only and not any(part in name for part in only):
+                continue
             row = dict(
                 hardware=torch.cuda.get_device_name() if device == "cuda" else "CPU",
                 versions=dict(torch=torch.__version__),
@@ -111,11 +115,12 @@ def run(shape: tuple[int, int, int], budget_s: float, command: str, out: Path) -
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs=3, type=int, default=(8192, 256000, 2304), metavar=("N", "V", "D"))
+    parser.add_argument("--options", nargs="*", default=[], help="parts of option names; default: all")
     parser.add_argument("--budget", type=float, default=0.15, help="seconds per timing")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args(argv)
     command = " ".join(["python", "launch/bench/options.py", *argv])
-    run(tuple(arguments.shape), arguments.budget, command, arguments.out)
+    run(tuple(arguments.shape), arguments.budget, command, arguments.out, arguments.options)
 
 
 if __name__ == "__main__":
