@@ -5,9 +5,9 @@
                dE += G @ weight[slice], in fp32 over all slices, rounded once                       1 product
 
 G is the only workspace. While dC is being made, the part of its storage that no slice has reached yet is free: G lies
-at its end, so that early slices are wide and few, and WORKSPACE_BYTES serve only the last ones. p - onehot is formed in
-fp32 before G is rounded: rounding p first would lose a confident target's gradient altogether. There are no atomics,
-every result is bitwise repeatable.
+at its end, so that early slices are wide and few, and a small workspace serves only the last ones. p - onehot is
+formed in fp32 before G is rounded: rounding p first would lose a confident target's gradient altogether. There are no
+atomics, every result is bitwise repeatable.
 
 How many rows count is read on the device by every kernel: row blocks of ignored tokens are skipped, and dC's product
 ends there. The last slice computes dE first and apart, so that its collective runs under the remaining product of dC.
@@ -44,8 +44,7 @@ from .tiles import (
     scale_tensor,
 )
 
-WORKSPACE_BYTES = 64 << 20  # G of one slice, where no storage is lent
-LAST_WORKSPACE_BYTES = 32 << 20  # G of the last slices, where one is
+WORKSPACE_BYTES = 32 << 20  # G of a slice that lies in no lent storage; `slices` may double it
 
 
 @triton.jit
@@ -112,14 +111,13 @@ def gradient_kernel(
             acc = tl.dot(h.to(DTYPE), w.to(DTYPE).T, acc, input_precision=PRECISION)
         rows = row + tl.arange(0, BLOCK_M)
         columns = column + tl.arange(0, BLOCK_N)
-        counts = rows < n_counting
         inside = columns < width
         if low_hidden_ptr is not None:
             acc = add_low_rank(
-                acc, low_hidden_ptr, low_weight_ptr, rows, counts, columns, inside, RANK, DTYPE, PRECISION
+                acc, low_hidden_ptr, low_weight_ptr, rows, rows < n_counting, columns, inside, RANK, DTYPE, PRECISION
             )
         g = logit_gradient(
-            acc, rows, columns, counts, inside, bias_ptr, scale, column_weight_ptr, target_ptr, lse_ptr, softmax_ptr,
+            acc, row, column, n_counting, width, bias_ptr, scale, column_weight_ptr, target_ptr, lse_ptr, softmax_ptr,
             target_grad_ptr, softmax_logit_ptr, constant_ptr, factor, first_column, softcap, filter_eps,
             HAS_SOFTCAP, FILTER, PER_TOKEN, BLOCK_M, BLOCK_N,
         )  # fmt: skip
@@ -168,8 +166,8 @@ def dense_backward(
         n, d, n_columns, run.dtype.itemsize,
         column_bytes=d * storage.element_size() if storage is weight_grad is not None else 0,
         storage_bytes=0 if storage is None else storage.numel() * storage.element_size(),
-        workspace_bytes=WORKSPACE_BYTES if storage is None else LAST_WORKSPACE_BYTES,
-        step=max(run.for_gradient.block_n, run.for_product.block_n), programs=run.programs,
+        workspace_bytes=WORKSPACE_BYTES, step=max(run.for_gradient.block_n, run.for_product.block_n),
+        programs=run.programs,
     )  # fmt: skip
     widths = [stop - start for start, stop, lent in slices if not lent]
     workspace = torch.empty(n * _padded(max(widths)), dtype=run.dtype, device=device) if widths else None

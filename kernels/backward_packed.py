@@ -176,7 +176,7 @@ class _Work:
             hidden.source, head.weight, low_hidden, low_weight, head.bias, self.target, self.lse, rows.softmax,
             rows.target, rows.softmax_logit, self.n_rows, self.marks.seed, self.scale, self.unit, at.start, at.counts,
             plan, self.list, self.keep, at.storage, at.extra, self.n, hidden.stride_row, head.weight.stride(0),
-            head.start, at.n_groups, self.policy.eps, head.softcap or 0.0, D=self.d, RANK=rank,
+            head.start, at.n_groups, self.policy.eps, head.softcap or 1.0, D=self.d, RANK=rank,
             HAS_SOFTCAP=head.softcap is not None, TMA_HIDDEN=hidden.tma, PROGRAMS=programs, PRECISION=self.precision,
             **blocks,
         )  # fmt: skip

@@ -4,19 +4,17 @@ Whether there are too many marks for lists is known on the device only, so every
 nearly always each program reads `dense == 0` and leaves. One launch, small memory and no host time matter here; where
 the exact policy is asked for, `backward_dense` is faster.
 
-Where dE is fp32 it is its own sum. Otherwise the sums lie where dC will be, at the end of its storage, and the columns
-of dC under them follow in a second launch; failing that (no such storage, or a small one), dE is made for as many
-tokens at a time as `spare` has sums for, and dC after it, at the price of a second recomputation.
+Where dE is fp32 it is its own sum. Otherwise what rounding leaves over lies in `spare`, or where dC will be, at the end
+of its storage, and the columns of dC under it follow in a second launch.
 """
 
 import torch
 from torch import Tensor
 
-from .dense_stream_kernel import dense_stream_kernel, round_rows_kernel
+from .dense_stream_kernel import dense_stream_kernel
 from .launch_table import launch_parameters
 from .problem import Head, RowGradients
 from .tiles import (
-    ROW_BLOCK,
     TL_DTYPE,
     Source,
     ceil_div,
@@ -46,12 +44,10 @@ def dense_stream(
     weight_grad: Tensor | None,  # [V, D] out, or added to with accumulate
     accumulate: bool,
     bias_grad: Tensor | None,  # [V] fp32, added to
-    spare: Tensor,  # memory for sums of dE; a fresh weight_grad may be it
+    spare: Tensor,  # memory that nobody needs any more; a fresh weight_grad may be it
     low_rank_grad: Tensor | None = None,  # [N, R] fp32 out, in the order of hidden
 ) -> None:
-    """dE, dC and dbias like `backward_dense.dense_backward`, if `dense` says so. One to a few launches."""
-    n, d = hidden.shape
-    n_columns = head.weight.shape[0]
+    """dE, dC and dbias like `backward_dense.dense_backward`, if `dense` says so. One launch or two."""
     run = _Stream(hidden, head, target, lse, rows, dense, n_rows)
     if head.low_rank is not None:  # its products are narrow: a launch, and a recomputation, of their own; dE is fp32
         run(low_rank_grad, None, weight_grad, bias_grad, accumulate=accumulate, low_rank=True)
@@ -59,32 +55,29 @@ def dense_stream(
     if hidden_grad is None or hidden_grad.dtype == torch.float32:
         run(hidden_grad, row_index, weight_grad, bias_grad, accumulate=accumulate)
         return
-    row_bytes = 4 * d
-    memory = spare.view(-1).view(torch.uint8)
-    memory = memory[-memory.data_ptr() % 16 :]
-    memory = memory[: memory.numel() // 16 * 16]
-    under = ceil_div(n * row_bytes + 15, d * spare.element_size())  # columns of dC, with what alignment took away
-    if spare is weight_grad and under <= n_columns // 2:
-        sums = memory[memory.numel() - n * row_bytes :].view(torch.float32).view(n, d)
-        stop = (n_columns - under) // 16 * 16
-        run(sums, None, weight_grad, bias_grad, stop=stop)
-        run.round_rows(sums, row_index, hidden_grad)
+    in_weight_grad = spare is weight_grad
+    remainder = _remainder(hidden_grad, spare, most=spare.nbytes // 2 if in_weight_grad else spare.nbytes)
+    if remainder is None:
+        remainder = torch.empty(hidden_grad.shape, dtype=torch.bfloat16, device=hidden.device)
+        in_weight_grad = False
+    stop = None
+    if in_weight_grad:
+        stop = (remainder.data_ptr() - weight_grad.data_ptr()) // (weight_grad.shape[1] * weight_grad.element_size())
+        stop = stop // 16 * 16
+    run(hidden_grad, row_index, weight_grad, bias_grad, remainder=remainder, stop=stop, accumulate=accumulate)
+    if stop is not None:
         run(None, None, weight_grad, bias_grad, start=stop)
-        return
-    at_once = memory.numel() // row_bytes // ROW_BLOCK * ROW_BLOCK
-    if not at_once:
-        at_once = ROW_BLOCK
-        memory = torch.empty(at_once * row_bytes, dtype=torch.uint8, device=hidden.device)
-    for first in range(0, n, at_once):
-        part = slice(first, min(first + at_once, n))
-        sums = memory[: (part.stop - first) * row_bytes].view(torch.float32).view(-1, d)
-        some = RowGradients(*(None if g is None else g[part] for g in vars(rows).values()))
-        count = None if n_rows is None else (n_rows - first).clamp(min=0)
-        tokens = _Stream(hidden[part], head, target[part], lse[part], some, dense, count)
-        tokens(sums, None, None, None)
-        index = None if row_index is None else row_index[part]
-        tokens.round_rows(sums, index, hidden_grad if index is not None else hidden_grad[part])
-    run(None, None, weight_grad, bias_grad, accumulate=accumulate)
+
+
+def _remainder(hidden_grad: Tensor, spare: Tensor, most: int) -> Tensor | None:
+    """bf16 like hidden_grad at the end of spare's memory, 16-byte aligned; None if it takes more than `most` bytes."""
+    memory = spare.view(-1).view(torch.uint8)
+    size = 2 * hidden_grad.numel()
+    start = memory.numel() - size
+    start -= (memory.data_ptr() + start) % 16
+    if start < 0 or memory.numel() - start > most:
+        return None
+    return memory[start : start + size].view(torch.bfloat16).view(hidden_grad.shape)
 
 
 class _Stream:
@@ -100,14 +93,14 @@ class _Stream:
         self.programs = multiprocessors(hidden.device)
 
     def __call__(
-        self, sums, row_index, weight_grad, bias_grad, *, start: int = 0, stop: int | None = None, accumulate=False,
-        low_rank=False,
+        self, hidden_grad, row_index, weight_grad, bias_grad, *, remainder: Tensor | None = None, start: int = 0,
+        stop: int | None = None, accumulate=False, low_rank=False,
     ) -> None:  # fmt: skip
-        """dE of all columns from `start` on into `sums`; dC and dbias of those before `stop`.
+        """dE of all columns from `start` on; dC and dbias of those before `stop`.
 
         With `low_rank` these are the gradients of the second product's factors.
         """
-        if sums is None and weight_grad is None and bias_grad is None:
+        if hidden_grad is None and weight_grad is None and bias_grad is None:
             return
         head, rows, device = self.head, self.rows, self.hidden.device
         t = launch_parameters("gradient", device, self.dtype)
@@ -129,20 +122,16 @@ class _Stream:
         dense_stream_kernel[(self.programs,)](
             self.dense, h.source, w.source, low_hidden, low_weight, h_factor.source, w_factor.source,
             _from(head.bias, start), self.scale, _from(head.column_weight, start), self.target, self.lse, rows.softmax,
-            rows.target, rows.softmax_logit, rows.constant, self.unit, self.n_rows, row_index, ring, sums,
-            _from(weight_grad, start), _from(bias_grad, start), counters, counters[1:], counters[1 + slices :],
-            self.n, n_columns, n_columns if stop is None else stop - start, start, n_blocks, h.stride_row,
-            h.stride_col, w.stride_row, w.stride_col, h_factor.stride_row, w_factor.stride_row, head.softcap or 1.0,
+            rows.target, rows.softmax_logit, rows.constant, self.unit, self.n_rows, row_index, ring, hidden_grad,
+            remainder, _from(weight_grad, start), _from(bias_grad, start), counters, counters[1:],
+            counters[1 + slices :], self.n, n_columns, n_columns if stop is None else stop - start, start, n_blocks,
+            h.stride_row, h.stride_col, w.stride_row, w.stride_col, h_factor.stride_row, w_factor.stride_row,
+            head.softcap or 1.0,
             D=self.d, D_OUT=d_out, RANK=rank, HAS_SOFTCAP=head.softcap is not None, ACCUMULATE=accumulate, WIDTH=width,
             BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k, BLOCK_D=block_d, TMA_HIDDEN=h.tma,
             TMA_WEIGHT=w.tma, TMA_HIDDEN_FACTOR=h_factor.tma, TMA_WEIGHT_FACTOR=w_factor.tma,
             DTYPE=TL_DTYPE[self.dtype], PRECISION="ieee", num_warps=t.num_warps, num_stages=t.num_stages,
         )  # fmt: skip
-
-    def round_rows(self, sums: Tensor, row_index: Tensor | None, out: Tensor) -> None:
-        round_rows_kernel[(min(self.n, 16 * self.programs),)](
-            self.dense, sums, row_index, self.n_rows, out, self.n, D=self.d, BLOCK=1024, num_warps=4
-        )
 
 
 def _from(part: Tensor | None, start: int) -> Tensor | None:

@@ -7,8 +7,9 @@ counter; G of two slices has room at a time:
               products    dC and dE of slice k - 1                        wait for its gradient, and dE's sum for k - 2
 
 What an item waits for has a smaller ticket, so a running program has taken it: waits end, however many programs run
-at once. G is read and written through L2 by ordinary loads and stores, ordered by the counters. dE is summed in fp32 in
-the order of the slices: no atomics on data, bitwise repeatable.
+at once. G is read and written through L2 by ordinary loads and stores, ordered by the counters. dE is summed in
+the order of the slices: no atomics on data, bitwise repeatable. Where dE is half precision its sum is two numbers, dE
+itself and what its rounding left over.
 """
 
 import triton
@@ -41,7 +42,8 @@ def dense_stream_kernel(
     n_rows_ptr,  # [1] int32 or None
     row_index_ptr,  # [N] int64 where row i of dE belongs, or None
     ring_ptr,  # [2, row blocks * BLOCK_M, WIDTH], G
-    sums_ptr,  # [N, D_OUT] fp32 out, dE, or None
+    hidden_grad_ptr,  # [N, D_OUT] out, dE, or None
+    remainder_ptr,  # [N, D_OUT] bf16: sum - dE; None for an fp32 dE, which is its own sum
     weight_grad_ptr,  # [V, D_OUT] out, or None
     bias_grad_ptr,  # [V] fp32, added to, or None
     ticket_ptr,  # [1] int32, zero
@@ -91,7 +93,7 @@ def dense_stream_kernel(
     if weight_grad_ptr is not None or bias_grad_ptr is not None:
         n_weight = WIDTH // BLOCK_M * N_D
     n_hidden = 0
-    if sums_ptr is not None:
+    if hidden_grad_ptr is not None:
         n_hidden = n_blocks * N_D
     per_step = n_gradient + n_weight + n_hidden
     n_items = (tl.cdiv(n_columns, WIDTH) + 1) * per_step
@@ -119,15 +121,16 @@ def dense_stream_kernel(
                     rows = row + tl.arange(0, BLOCK_M)
                     in_slice = column + tl.arange(0, BLOCK_N)
                     columns = step * WIDTH + in_slice
-                    counts, inside = rows < n_counting, columns < n_columns
+                    inside = columns < n_columns
                     if low_hidden_ptr is not None:
+                        counts = rows < n_counting
                         acc = add_low_rank(
                             acc, low_hidden_ptr, low_weight_ptr, rows, counts, columns, inside, RANK, DTYPE, PRECISION
                         )
                     g = logit_gradient(
-                        acc, rows, columns, counts, inside, bias_ptr, scale, column_weight_ptr, target_ptr,
-                        lse_ptr, softmax_ptr, target_grad_ptr, softmax_logit_ptr, constant_ptr, factor, first_column,
-                        softcap, 0.0, HAS_SOFTCAP, False, 1, BLOCK_M, BLOCK_N,
+                        acc, row, step * WIDTH + column, n_counting, n_columns, bias_ptr, scale, column_weight_ptr,
+                        target_ptr, lse_ptr, softmax_ptr, target_grad_ptr, softmax_logit_ptr, constant_ptr, factor,
+                        first_column, softcap, 0.0, HAS_SOFTCAP, False, 1, BLOCK_M, BLOCK_N,
                     )  # fmt: skip
                     g = tl.where(inside[None, :], g, 0.0)  # the products read whole slices
                     at = ((step % 2) * n_blocks * BLOCK_M + rows).to(tl.int64)[:, None] * WIDTH + in_slice[None, :]
@@ -169,7 +172,7 @@ def dense_stream_kernel(
                         old = tl.load(bias_grad_ptr + rows, mask=rows < n_weight_columns, other=0.0)
                         tl.store(bias_grad_ptr + rows, old + total * unit, mask=rows < n_weight_columns)
             else:
-                if sums_ptr is not None:
+                if hidden_grad_ptr is not None:
                     if done > 0:
                         wait_for(used_ptr + done - 1, n_weight + n_hidden)
                     i = sub - n_gradient - n_weight
@@ -193,32 +196,12 @@ def dense_stream_kernel(
                         at = to[:, None] * D_OUT + columns[None, :]
                         acc *= unit
                         if done > 0:
-                            acc += tl.load(sums_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
-                        tl.store(sums_ptr + at, acc, mask=mask)
+                            acc += tl.load(hidden_grad_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
+                            if remainder_ptr is not None:
+                                acc += tl.load(remainder_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
+                        rounded = acc.to(hidden_grad_ptr.dtype.element_ty)
+                        tl.store(hidden_grad_ptr + at, rounded, mask=mask)
+                        if remainder_ptr is not None:
+                            tl.store(remainder_ptr + at, (acc - rounded.to(tl.float32)).to(tl.bfloat16), mask=mask)
             signal(used_ptr + done)
         item = tl.atomic_add(ticket_ptr, 1, sem="relaxed")
-
-
-@triton.jit
-def round_rows_kernel(
-    dense_ptr,  # [1]
-    sums_ptr,  # [N, D] fp32
-    row_index_ptr,  # [N] int64 or None
-    n_rows_ptr,  # [1] or None
-    out_ptr,  # [N, D]
-    n,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """out[row_index] = sums, rounded."""
-    if tl.load(dense_ptr) == 0:
-        return
-    n_counting = count_rows(n, n_rows_ptr)
-    for row in range(tl.program_id(0), n_counting, tl.num_programs(0)):
-        to = tl.cast(row, tl.int64)
-        if row_index_ptr is not None:
-            to = tl.load(row_index_ptr + row)
-        for d in range(0, D, BLOCK):
-            at = d + tl.arange(0, BLOCK)
-            x = tl.load(sums_ptr + tl.cast(row, tl.int64) * D + at, mask=at < D, other=0.0)
-            tl.store(out_ptr + to * D + at, x.to(out_ptr.dtype.element_ty), mask=at < D)

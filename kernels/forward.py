@@ -3,10 +3,11 @@
 One program walks a part of the vocabulary (a split) for one row block of 128 tokens. Its tiles of logits live in
 registers; the running maximum m and sum s of a token are updated per tile,
 
-    m' = max(m, max x)        s' = s * 2^(m - m') + sum 2^(x - m')
+    m' = max(m, max x * log2 e)        s' = s * 2^(m - m') + sum 2^(x * log2 e - m')
 
-in base-2 units, since exp2 is one instruction. Each program writes its statistics once, [splits, N], and a second,
-small kernel merges the splits. There are no atomics and no locks: results are bitwise repeatable.
+in base-2 units, since exp2 is one instruction and its argument another. Each program writes its statistics once,
+[splits, N], and a second, small kernel merges the splits. There are no atomics and no locks: results are bitwise
+repeatable.
 
 - Programs of the same split and different row blocks have neighbouring numbers, run together, and so read the same
   tiles of the weight from L2. Row blocks come in groups whose hidden rows fit into L2 too (`tiles.grouped`).
@@ -16,7 +17,7 @@ small kernel merges the splits. There are no atomics and no locks: results are b
 - The tile loop is flattened into the loop over D (`flatten`), so the loads of the next tile are under way while the
   exponentials of this one are computed; not with a low-rank product, see `add_low_rank`.
 
-Optional results cost a pass over the tile's registers each: sum of 2^(x - m) * x for the entropy, the first column
+Optional results cost a pass over the tile's registers each: sum of exp(x - m) * x for the entropy, the first column
 of the maximum, the weighted sum of logits, marks for the sampled backward.
 """
 
@@ -64,7 +65,7 @@ def forward_kernel(
     n_rows_ptr,  # [1] int32 or None
     max_ptr,  # [splits, N] out, base 2
     sum_ptr,  # [splits, N] out
-    expected_ptr,  # [splits, N] out, base 2, or None
+    expected_ptr,  # [splits, N] out or None
     argmax_ptr,  # [splits, N] int32 out or None
     logit_sum_ptr,  # [splits, N] out or None
     lower_bound_ptr,  # [N] natural-log, or None without marks
@@ -87,6 +88,7 @@ def forward_kernel(
     HAS_SOFTCAP: tl.constexpr,
     LOGIT_SUM: tl.constexpr,
     COIN_BLOCKS: tl.constexpr,
+    EVEN: tl.constexpr,  # the last tile of columns is a whole one
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -136,25 +138,26 @@ def forward_kernel(
             if column_weight_ptr is not None:
                 share = tl.load(column_weight_ptr + columns, mask=inside, other=0.0)
             logit_sum += tl.sum(x * share[None, :], 1)
-        x = tl.where(inside[None, :], x * LOG2E, -float("inf"))
+        if not EVEN:
+            x = tl.where(inside[None, :], x, -float("inf"))
         peak = tl.max(x, 1)
         if argmax_ptr is not None:
             first = tl.min(tl.where(x == peak[:, None], columns[None, :], n_columns), 1)
-            argmax = tl.where(peak > m, first, argmax)
-        m_new = tl.maximum(m, peak)
-        shift = tl.where(m_new == -float("inf"), 0.0, m_new)
-        e = tl.exp2(x - shift[:, None])
-        rescale = tl.exp2(m - shift)
-        s = s * rescale + tl.sum(e, 1)
-        if expected_ptr is not None:
-            expected = expected * rescale + tl.sum(tl.where(e > 0.0, e * x, 0.0), 1)
-        m = m_new
-        if lower_bound_ptr is not None:
+            argmax = tl.where(peak * LOG2E > m, first, argmax)
+        if lower_bound_ptr is not None:  # with the sum so far: nothing here waits for the exponentials below
             reference = mark_reference(lower_bound, m, s)
             reference = tl.where(counts, reference, float("inf"))
             coin_group = (row_block // COIN_BLOCKS).to(tl.int64)
             threshold = tl.load(threshold_ptr + coin_group * n_columns + columns, mask=inside, other=float("inf"))
             store_marks(bits_ptr, n_words, row_block, tile, x, reference, threshold, BLOCK_M, BLOCK_N)
+        m_new = tl.maximum(m, peak * LOG2E)
+        shift = tl.where(m_new == -float("inf"), 0.0, m_new)
+        e = tl.exp2(x * LOG2E - shift[:, None])
+        rescale = tl.exp2(m - shift)
+        s = s * rescale + tl.sum(e, 1)
+        if expected_ptr is not None:
+            expected = expected * rescale + tl.sum(tl.where(e > 0.0, e * x, 0.0), 1)
+        m = m_new
     out = split.to(tl.int64) * n + rows
     tl.store(max_ptr + out, m, mask=counts)
     tl.store(sum_ptr + out, s, mask=counts)
@@ -213,7 +216,7 @@ def merge_splits_kernel(
     tl.store(out, m * LN2, mask=stored)
     tl.store(out + wide_n, s, mask=stored)
     if expected_ptr is not None:
-        tl.store(out + EXPECTED * wide_n, expected * LN2, mask=stored)
+        tl.store(out + EXPECTED * wide_n, expected, mask=stored)
     if argmax_ptr is not None:
         tl.store(out + ARGMAX * wide_n, (argmax + first_id).to(tl.float32, bitcast=True), mask=stored)
     if logit_sum_ptr is not None:
@@ -282,7 +285,7 @@ def forward_stats(
         n, n_columns, h.stride_row, h.stride_col, w.stride_row, w.stride_col, head.softcap or 1.0,
         n_blocks, splits, group or rows_in_cache(n, d, hidden.element_size()), tiles_per_split, n_words,
         D=d, RANK=rank, HAS_SOFTCAP=head.softcap is not None, LOGIT_SUM=logit_sum, COIN_BLOCKS=COIN_BLOCKS,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        EVEN=n_columns % tile.block_n == 0, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         TMA_HIDDEN=h.tma, TMA_WEIGHT=w.tma, DTYPE=TL_DTYPE[dtype], PRECISION="ieee",
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip

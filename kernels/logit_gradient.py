@@ -18,10 +18,10 @@ def _kept_tiles(p, onehot, counts, inside, eps, BLOCK_M: tl.constexpr, BLOCK_N: 
 @triton.jit
 def logit_gradient(
     product,  # [BLOCK_M, BLOCK_N] hidden @ weight.T
-    rows,
-    columns,  # of the slice
-    counts,  # whether a row counts
-    inside,  # whether a column exists
+    row,  # the tile's first
+    column,  # the tile's first, of the slice
+    n_counting,
+    n_columns,  # of the slice
     bias_ptr,
     scale,
     column_weight_ptr,
@@ -32,7 +32,7 @@ def logit_gradient(
     softmax_logit_ptr,
     constant_ptr,
     factor,  # every gradient is multiplied with it
-    first_column,
+    first_column,  # of the slice in the shard
     softcap,
     filter_eps,
     HAS_SOFTCAP: tl.constexpr,
@@ -42,6 +42,9 @@ def logit_gradient(
     BLOCK_N: tl.constexpr,
 ):
     """G of a tile of products, fp32: `problem`'s formula. Per-row factors are multiplied before they meet the tile."""
+    rows = row + tl.arange(0, BLOCK_M)
+    columns = column + tl.arange(0, BLOCK_N)
+    counts, inside = rows < n_counting, columns < n_columns
     bias = None
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -52,24 +55,25 @@ def logit_gradient(
     if softmax_logit_ptr is not None:
         slope = tl.load(softmax_logit_ptr + rows, mask=counts, other=0.0) * factor
         per_row = per_row + slope[:, None] * tl.where(p > 0.0, x, 0.0)
-    target = (tl.load(target_ptr + rows * PER_TOKEN, mask=counts, other=-1) - first_column).to(tl.int32)
-    target_grad = tl.load(target_grad_ptr + rows * PER_TOKEN, mask=counts, other=0.0) * factor
-    onehot = target[:, None] == columns[None, :]
     g = p * per_row
-    g = tl.where(onehot, g + target_grad[:, None], g)
-    if PER_TOKEN > 1:
-        for k in range(1, PER_TOKEN):
-            target = (tl.load(target_ptr + rows * PER_TOKEN + k, mask=counts, other=-1) - first_column).to(tl.int32)
-            target_grad = tl.load(target_grad_ptr + rows * PER_TOKEN + k, mask=counts, other=0.0) * factor
+    for k in range(PER_TOKEN):
+        target = (tl.load(target_ptr + rows * PER_TOKEN + k, mask=counts, other=-1) - first_column).to(tl.int32)
+        target_grad = tl.load(target_grad_ptr + rows * PER_TOKEN + k, mask=counts, other=0.0) * factor
+        here = (target >= column) & (target < column + BLOCK_N)
+        if FILTER:
+            onehot = target[:, None] == columns[None, :]
+            g = tl.where(onehot, g + target_grad[:, None], g)
+            g = tl.where(_kept_tiles(p, onehot, counts, inside, filter_eps, BLOCK_M, BLOCK_N)[None, :], g, 0.0)
+        elif tl.max(here.to(tl.int32), 0) > 0:  # one tile in eight at 256,000 columns
             g = tl.where(target[:, None] == columns[None, :], g + target_grad[:, None], g)
-    if FILTER:
-        g = tl.where(_kept_tiles(p, onehot, counts, inside, filter_eps, BLOCK_M, BLOCK_N)[None, :], g, 0.0)
     if constant_ptr is not None:
         constant = (tl.load(constant_ptr + rows, mask=counts, other=0.0) * factor)[:, None]
         if column_weight_ptr is not None:
             constant = constant * tl.load(column_weight_ptr + columns, mask=inside, other=0.0)[None, :]
         g += constant
     if HAS_SOFTCAP:
-        ratio = x / softcap
+        ratio = x * (1.0 / softcap)
         g *= 1.0 - ratio * ratio
-    return tl.where(counts[:, None], g, 0.0)
+    if row + BLOCK_M > n_counting:
+        g = tl.where(counts[:, None], g, 0.0)
+    return g

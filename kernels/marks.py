@@ -2,7 +2,7 @@
 
 The forward marks a column when one of the block's 128 tokens may reach the threshold of that column:
 
-    x - reference > threshold          in base-2 units; reference is a lower bound of the token's log-sum-exp
+    x * log2 e - reference > threshold          reference is a lower bound of the token's log-sum-exp, in base 2
 
 Packing predicates needs few instructions if the bits of one word lie in one thread. In the accumulator layout of
 tensor cores a thread holds, of each 8 neighbouring columns, the same two; so word w of a 256-column tile collects
@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .coin import ROW_BLOCK
+from .tiles import LOG2E
 
 WORD_TILE = 256  # columns of eight words
 SLACK: tl.constexpr = tl.constexpr(2.0**-6)
@@ -48,7 +49,7 @@ def store_marks(
     n_words,
     row_block,
     tile,  # index of this tile of BLOCK_N columns
-    x,  # [128, BLOCK_N] base-2 logits, -inf beyond the vocabulary
+    x,  # [128, BLOCK_N] natural-log logits
     reference,  # [128] from `mark_reference`
     threshold,  # [BLOCK_N] from `coin_thresholds`
     BLOCK_M: tl.constexpr,
@@ -57,7 +58,7 @@ def store_marks(
     """Writes the tile's marks, BLOCK_N in {64, 128, 256}."""
     tl.static_assert(BLOCK_M == 128)
     PARTS: tl.constexpr = 256 // BLOCK_N
-    hit = (x - reference[:, None]) > threshold[None, :]
+    hit = (x * LOG2E - reference[:, None]) > threshold[None, :]
     weight = 1 << tl.arange(0, BLOCK_N // 8)
     bits = tl.where(hit.reshape([BLOCK_M, BLOCK_N // 8, 8]), weight[None, :, None], 0)
     words = tl.reduce_or(tl.sum(bits, 1), 0)  # distinct bits: their sum is their union

@@ -24,7 +24,7 @@ from .pack import (
     PLAN_SPILL,
     PLAN_STORAGE_SHIFT,
 )
-from .tiles import LOG2E, add_low_rank
+from .tiles import LOG2E, add_low_rank, soft_capped
 
 
 @triton.jit
@@ -135,8 +135,7 @@ def packed_gradient_kernel(
                 acc += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
             x = acc * scale
             if HAS_SOFTCAP:
-                ratio = 2.0 * tl.sigmoid(2.0 * x / softcap) - 1.0
-                x = ratio * softcap
+                x = soft_capped(x, softcap)
             p = tl.exp2(x * LOG2E - lse[:, None])
             onehot = target[:, None] == column[None, :]
             size = tl.where(valid[:, None], tl.where(onehot, 1.0, p), 0.0)
@@ -149,6 +148,7 @@ def packed_gradient_kernel(
                 per_row += slope[:, None] * tl.where(p > 0.0, x, 0.0)
             g = p * per_row + tl.where(onehot, target_grad[:, None], 0.0)
             if HAS_SOFTCAP:
+                ratio = x * (1.0 / softcap)
                 g *= 1.0 - ratio * ratio
             g = tl.where(valid[:, None], g * (gain * factor)[None, :], 0.0)
             out = arena_rows(storage_ptr, extra_ptr, arena, pair - base)

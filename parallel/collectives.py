@@ -6,7 +6,7 @@
     forward    bound of the log-sum-exp, when sampling   12 * N                     all-gather
     forward    max, sum, target logit, ...               12 * N (16 with argmax)    all-gather
     backward   hidden again, with sequence_parallel      N / T * D * itemsize       all-gather
-    backward   dE in fp32                                4 * N * D                  all-reduce, or reduce-scatter
+    backward   dE in hidden's dtype                      N * D * itemsize           all-reduce, or reduce-scatter
                                                                                     with sequence_parallel
     backward   da of LoRA in fp32                        4 * r * D                  all-reduce
 
@@ -71,7 +71,7 @@ def sum_small(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 class HiddenGradReduction:
     """The sum of dE over ranks, started as soon as a rank's part is ready and awaited after its other work.
 
-    The backend calls the object with its part of dE, in fp32, once; `wait` returns the sum, or the calling rank's
+    The backend calls the object with its part of dE once; `wait` returns the sum, or the calling rank's
     tokens of it when `scatter` is set. The part is consumed.
     """
 

@@ -45,6 +45,7 @@ class Usage:
     shared: int
     registers: int | None = None  # NVIDIA only
     spills: int | None = None  # bytes stored and loaded
+    serialized: bool = False  # the assembler made sm_90's asynchronous products wait for each other
 
 
 @contextmanager
@@ -122,4 +123,5 @@ def _usage(compiled, name: str, target: str) -> Usage:
         command = [getattr(assembler, "path", assembler), "-v", f"--gpu-name={chip}", file.name, "-o", "/dev/null"]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spills = sum(int(size) for size in re.findall(r"(\d+) bytes spill", report))
-    return Usage(name, compiled.metadata.shared, int(re.search(r"Used (\d+) registers", report).group(1)), spills)
+    registers = int(re.search(r"Used (\d+) registers", report).group(1))
+    return Usage(name, compiled.metadata.shared, registers, spills, "instructions are serialized" in report)

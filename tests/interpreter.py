@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from vpcce.kernels import launch_table
+from vpcce.kernels import backward_dense, launch_table, slices
 from vpcce.kernels.tiles import Tile
 
 COMPARISONS = {np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal}
@@ -100,3 +100,9 @@ def prepare_kernels(patch: pytest.MonkeyPatch) -> None:
     mend_bf16(patch)
     shrink_tiles(patch)
     poison_empty(patch)
+
+
+def never_a_larger_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exact backward's slices are as narrow as WORKSPACE_BYTES makes them, however slow that is."""
+    monkeypatch.setattr(slices, "WORTH", float("inf"))
+    monkeypatch.setattr(backward_dense, "plan_slices", slices.plan_slices.__wrapped__)  # remembers no other plan

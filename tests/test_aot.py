@@ -2,7 +2,8 @@
 
 The launches are recorded from the library's own host code (`aot.py`), so the table of launch parameters is tested as it
 is. Compiling proves nothing about fitting: shared memory is compared with what the chip has, and spilled registers with
-a bound a little above what Triton 3.6.0 and 3.9.0 gave when this was written, so that a change that spills is noticed.
+a bound a little above what Triton 3.6.0 and 3.9.0 gave when this was written, so that a change that spills is noticed;
+so is one after which sm_90's products wait for each other, which takes half their speed.
 
     marks and lists    the forward with marks, every packed kernel, and their fallback
     every option       bias, scale, softcap, entropy, argmax, weighted sum of logits, ignored tokens, class weights
@@ -93,7 +94,7 @@ def test_compiles_and_fits(case, target):
     backward = {"packed_gradient_kernel", "dense_stream_kernel"}
     assert names >= (backward if case.policy.kind == "sampled" else {"gradient_kernel", "products_kernel"})
     for usage in usages:
-        assert usage.shared <= SHARED_LIMIT[target], usage
+        assert usage.shared <= SHARED_LIMIT[target] and not usage.serialized, usage
         if usage.spills is not None:  # gfx942's compiler does not say
             assert usage.registers <= 255, usage
             common = case.common and usage.name != "dense_stream_kernel"  # a fallback

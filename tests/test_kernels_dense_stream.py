@@ -59,9 +59,9 @@ class Problem:
 
 WAYS = {
     "dE is its own sum": dict(hidden_dtype=FP32),
-    "sums where dC will be": dict(v=1500),
-    "few columns: sums in dC's storage, then dC": dict(v=200),
-    "tokens in parts": dict(v=100),
+    "remainders where dC will be": dict(v=1500),
+    "remainders under nearly half of dC": dict(v=620),
+    "few columns: remainders in memory of their own": dict(v=100),
     "into main_grad": dict(main_grad=True),
     "into main_grad, no memory to spare": dict(main_grad=True, spare=0),
     "dE alone": dict(wants_weight=False),
@@ -93,8 +93,9 @@ def test_equals_the_dense_backward(way, options, dtype=BF16):
         weight_grad=d_weight, accumulate=settings["main_grad"], bias_grad=d_bias, spare=spare,
     )  # fmt: skip
     assert relative_error(d_bias, true_bias) < 1e-3
-    if d_hidden is not None:
-        assert relative_error(d_hidden, true_hidden) < {BF16: 2**-8, FP16: 2**-11, FP32: 1e-5}[settings["hidden_dtype"]]
+    if d_hidden is not None:  # rounded once, however many slices there are
+        error = {BF16: 2**-9, FP16: 2**-11, FP32: 1e-5}[settings["hidden_dtype"]]
+        assert relative_error(d_hidden, true_hidden) < error
     if d_weight is not None:
         assert relative_error(d_weight, true_weight) < 2**-8
 
@@ -106,7 +107,7 @@ def test_other_dtypes(dtype):
 
 @pytest.mark.parametrize("d", [1, 2, 3, 5])
 def test_rows_shorter_than_the_alignment(d):
-    """dE's sums begin at a multiple of 16 bytes in dC's storage, and the columns before them are dC's."""
+    """dE's remainders begin at a multiple of 16 bytes in dC's storage, and the columns before them are dC's."""
     problem = Problem(3, 999, d, BF16)
     d_hidden, d_weight = torch.zeros(3, d, dtype=BF16), torch.zeros(999, d, dtype=BF16)
     true_weight = torch.zeros(999, d)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 import truth
-from interpreter import mend_bf16, poison_empty
+from interpreter import mend_bf16, never_a_larger_workspace, poison_empty
 from spawn import run_ranks
 from test_kernels_options import compare
 from test_lora import SCALE, merged, problem
@@ -156,6 +156,7 @@ def test_sampled_falls_back_to_the_dense_product(small_groups, monkeypatch):
 def test_dense_in_slices(small_groups, monkeypatch):
     """Several slices of the vocabulary, over which du is summed in place."""
     monkeypatch.setattr("vpcce.kernels.backward_dense.WORKSPACE_BYTES", 300 * 256 * 4)
+    never_a_larger_workspace(monkeypatch)
     Shard(300, 600, 64, 5, torch.float32, counting=270, constant=True).compare((exact(), exact()), 5e-6)
 
 

@@ -182,13 +182,13 @@ def _backward(
             in_order = part[rows.index] if rows.on_device else part
             scale_part.append((in_order.to(lse.dtype) * tokens.to(lse.dtype)).sum())
         if "h" in needs:
+            part = part.to(hidden.dtype)
             reduction(part if rows.on_device else rows.spread(part))  # kernels write dE in the tokens' order
 
     into = None
     if main_grad is not None:
         torch.autograd.graph.increment_version(main_grad)
         into = main_grad[: how.n_valid]
-    reduced = group is not None and how.reduce_hidden_grad
     _, weight_grad, bias_grad = backend.local_backward(
         tokens, head, rows.local, lse_rows, upstream,
         n_rows=rows.count,
@@ -199,7 +199,7 @@ def _backward(
         bias_grad="b" in needs or ("s" in needs and bias is not None),
         marks=None if marks is None else Marks(marks, seed),
         main_grad=into,
-        hidden_grad_dtype=lse.dtype if reduced or "s" in needs or low_grad is not None else hidden.dtype,
+        hidden_grad_dtype=lse.dtype if "s" in needs or low_grad is not None else hidden.dtype,
         hidden_grad_ready=hidden_grad_ready,
         hidden_grad=want_hidden,
         low_rank_grad=low_grad,
@@ -215,7 +215,7 @@ def _backward(
         total = scale_part[0] if bias is None else scale_part[0] + (bias_grad * head.bias.to(bias_grad.dtype)).sum()
         scale_grad = (collectives.sum_small(total, group) / _nonzero(scale).to(lse.dtype)).to(scale.dtype)
     return (
-        hidden.new_empty(0) if hidden_grad is None else hidden_grad.to(hidden.dtype),
+        hidden.new_empty(0) if hidden_grad is None else hidden_grad,
         hidden.new_empty(0) if weight_grad is None else _with_padding(weight_grad, weight.shape[0]),
         hidden.new_empty(0) if "b" not in needs else _with_padding(bias_grad.to(bias.dtype), weight.shape[0]),
         hidden.new_empty(0) if scale_grad is None else scale_grad,
