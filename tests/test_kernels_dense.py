@@ -383,7 +383,8 @@ def test_fake_shapes_are_the_real_ones(backward):
     def step(hidden, weight, scale):
         stats = vpcce.linear_stats(hidden, weight, target, logit_scale=scale, entropy=True, argmax=True,
                                    backward=backward)  # fmt: skip
-        return stats, grads_of(stats.lse.sum() - stats.target_logit.sum(), hidden, weight, scale)
+        loss = vpcce.linear_cross_entropy(hidden, weight, target, label_smoothing=0.1, backward=backward)
+        return stats, grads_of(loss + stats.lse.sum() - stats.target_logit.sum(), hidden, weight, scale)
 
     with torch._subclasses.CrossRefFakeMode(check_aliasing=False):
         step(hidden, weight, scale)
