@@ -20,10 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .dense_products import column_sum_kernel, products_kernel
+from .dense_products import products_kernel
 from .launch_table import launch_parameters
 from .logit_gradient import logit_gradient
 from .problem import Head, HiddenGradReady, RowGradients, weight_factors
+from .row_sum import row_sum
 from .slices import plan_slices
 from .tiles import (
     TL_DTYPE,
@@ -179,7 +180,7 @@ def dense_backward(
         weight = _part(head.weight, start, stop)
         run.gradient(grad, weight, start, stop)
         if bias_grad is not None:
-            run.column_sum(grad, bias_grad[start:stop])
+            row_sum(grad, n_rows=n_rows, factor=run.unit, out=bias_grad[start:stop])
         hidden_factor = weight_factors(hidden, head)[0]
         if low_rank_grad is not None:
             base = None if start == 0 else low_rank_grad
@@ -259,12 +260,6 @@ class _DenseRun:
             TMA_HIDDEN=h.tma, DTYPE=TL_DTYPE[self.dtype], PRECISION="ieee",
             num_warps=t.num_warps, num_stages=t.num_stages,
         )  # fmt: skip
-
-    def column_sum(self, grad: Tensor, out: Tensor) -> None:
-        width = grad.shape[1]
-        column_sum_kernel[(ceil_div(width, 64),)](
-            grad, out, self.unit, self.n_rows, self.n, width, grad.stride(0), BLOCK_M=64, BLOCK_N=64
-        )
 
 
 def _stores_half(base: Tensor | None, out: Tensor | None) -> bool:

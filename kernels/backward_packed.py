@@ -34,6 +34,7 @@ from .packed_products import (
 from .packed_stream import packed_stream_kernel
 from .packed_table import LAG, RING, packed_launch
 from .problem import Head, HiddenGradReady, Marks, Policy, RowGradients, weight_factors
+from .row_sum import row_sum
 from .tiles import Source, compute_dtype, gradient_unit, low_rank_arguments, narrowed
 
 
@@ -246,9 +247,10 @@ class _Work:
 
     def bias_grad(self, r: int, out: Tensor) -> None:
         at = self.layout
-        packed_bias_grad_kernel[(at.n_slabs,)](
+        atomic = not self.policy.deterministic
+        packed_bias_grad_kernel[(at.n_slabs * (at.n_super if atomic else 1),)](
             at.storage, at.extra, self.unit, at.plan[r], self.marks.bits, self.kept_bits, self.word_start, self.union,
-            self.union_start, self.union_count, out, self.n_words, at.n_slabs, BLOCK_N=64, num_warps=4,
+            self.union_start, self.union_count, out, self.n_words, at.n_slabs, BLOCK_N=64, ATOMIC=atomic, num_warps=4,
         )  # fmt: skip
 
     def _prepare_constant(self) -> None:
@@ -256,19 +258,16 @@ class _Work:
         self.constant = self.constant_weight = self.constant_low_weight = self.constant_hidden = None
         if self.rows.constant is None:
             return
-        constant = self.rows.constant.float() * self.scale
-        if self.n_rows is not None:
-            constant = torch.where(torch.arange(self.n, device=constant.device) < self.n_rows, constant, 0.0)
-        share = self.head.column_weight
-        if share is None:
-            share = torch.ones(self.n_columns, dtype=torch.float32, device=constant.device)
-        self.constant = constant
-        self.constant_weight = _row_sum(share, self.head.weight)
+        self.constant = self.rows.constant * self.scale
+        share, self.constant_weight = self.head.column_weight, self.head.weight_sum
+        if self.constant_weight is None:
+            self.constant_weight = row_sum(self.head.weight, share)
         if self.head.low_rank is not None:
-            self.constant_low_weight = _row_sum(share, self.head.low_rank.weight)
+            self.constant_low_weight = row_sum(self.head.low_rank.weight, share)
         # 0 when the dense backward, which has its own constant term, takes over
+        self.is_packed = (self.layout.dense == 0).float()
         factor, _ = weight_factors(self.hidden, self.head)
-        self.constant_hidden = _row_sum(constant, factor, self.n_rows) * (self.layout.dense == 0)
+        self.constant_hidden = row_sum(factor, self.constant, n_rows=self.n_rows, factor=self.is_packed)
 
     def add_constant(self, out: Tensor) -> None:
         if self.constant_hidden is None:
@@ -280,17 +279,5 @@ class _Work:
         if self.constant is None:
             return
         share = self.head.column_weight
-        total = self.constant.sum() * (self.layout.dense == 0)
-        out.add_(total if share is None else share * total)
-
-
-def _row_sum(share: Tensor, matrix: Tensor, n_rows: Tensor | None = None) -> Tensor:
-    """share @ matrix in fp32, [D], a block of rows at a time; rows beyond n_rows may hold anything."""
-    total = torch.zeros(matrix.shape[1], dtype=torch.float32, device=matrix.device)
-    for start in range(0, matrix.shape[0], 4096):
-        block = matrix[start : start + 4096].float()
-        if n_rows is not None:
-            inside = torch.arange(start, start + len(block), device=block.device) < n_rows
-            block = torch.where(inside[:, None], block, 0.0)
-        total += share[start : start + 4096] @ block
-    return total
+        total = row_sum(self.constant[:, None], n_rows=self.n_rows, factor=self.is_packed)
+        out.add_(total) if share is None else out.addcmul_(share, total)

@@ -1,4 +1,4 @@
-"""The products of the exact backward on one slice of G: dE, dC, and the column sums for dbias.
+"""The products of the exact backward on one slice of G: dE and dC.
 
 Both products run in one launch of one program per multiprocessor. Tiles of dE come first; their number rarely fills
 the last wave, and the programs that it leaves idle start on dC at once, with as many tiles more as last as long.
@@ -107,29 +107,3 @@ def products_kernel(
             if weight_base_ptr is not None:
                 acc += tl.load(weight_base_ptr + at, mask=mask, other=0.0).to(tl.float32)
             tl.store(weight_out_ptr + at, acc.to(weight_out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def column_sum_kernel(
-    grad_ptr,  # [N, width]
-    out_ptr,  # [width] fp32, added to
-    unit_ptr,  # [] or None
-    n_rows_ptr,  # [1] int32 or None
-    n,
-    width,
-    stride_grad,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    n_counting = count_rows(n, n_rows_ptr)
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    total = tl.zeros((BLOCK_N,), tl.float32)
-    for row in range(0, n_counting, BLOCK_M):
-        rows = row + tl.arange(0, BLOCK_M)
-        at = rows.to(tl.int64)[:, None] * stride_grad + columns[None, :]
-        g = tl.load(grad_ptr + at, mask=(rows < n_counting)[:, None] & (columns < width)[None, :], other=0.0)
-        total += tl.sum(g.to(tl.float32), 0)
-    if unit_ptr is not None:
-        total *= tl.load(unit_ptr)
-    total += tl.load(out_ptr + columns, mask=columns < width, other=0.0)
-    tl.store(out_ptr + columns, total, mask=columns < width)

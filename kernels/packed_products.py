@@ -6,8 +6,8 @@
 The coin is shared by a super-block, so the kept sets of its row blocks nest and one list (their union) serves all
 four: a product with 512 tokens behind every addition into dC instead of 128, and about half as many additions.
 
-dC is added to in fp32, by atomics; without them (`deterministic`) one program owns (slab of columns, part of D) and
-takes the super-blocks in order. `packed_stream` does the same for dC in half precision.
+dC and dbias are added to in fp32, by atomics; without them (`deterministic`) one program owns (slab of columns, part of
+D) and takes the super-blocks in order. `packed_stream` does the same for dC in half precision.
 """
 
 import triton
@@ -246,15 +246,22 @@ def packed_bias_grad_kernel(
     n_words,
     n_slabs,
     BLOCK_N: tl.constexpr,
+    ATOMIC: tl.constexpr,
 ):
-    """dbias[column] += sum of G over the round's tokens; one program owns a slab, so the order is fixed."""
-    slab = tl.program_id(0)
+    """dbias[column] += sum of G over the round's tokens. With atomics a program takes one slab of one super-block;
+    without, a slab of all of them in order."""
+    slab = tl.program_id(0) % n_slabs
     first = tl.load(plan_ptr + PLAN_FIRST).to(tl.int32)
     last = tl.load(plan_ptr + PLAN_LAST).to(tl.int32)
     base = tl.load(plan_ptr + PLAN_BASE).to(tl.int32)
     arena = load_arena(plan_ptr)
     offs_m = tl.arange(0, 128)
-    for super_block in range(first // 4, tl.cdiv(last, 4)):
+    begin = first // 4
+    end = tl.cdiv(last, 4)
+    if ATOMIC:
+        begin += tl.program_id(0) // n_slabs
+        end = tl.minimum(end, begin + 1)
+    for super_block in range(begin, end):
         n_columns = tl.load(union_count_ptr + super_block * n_slabs + slab)
         start = tl.load(union_start_ptr + super_block * n_slabs + slab)
         for t in range(0, n_columns, BLOCK_N):
@@ -271,6 +278,10 @@ def packed_bias_grad_kernel(
                 total += tl.sum(g.to(tl.float32), 1)
             if unit_ptr is not None:
                 total *= tl.load(unit_ptr)
-            old = tl.load(out_ptr + column, mask=inside, other=0.0)
-            tl.store(out_ptr + column, old + total, mask=inside)
-        tl.debug_barrier()  # the next super-block's threads read what these wrote
+            if ATOMIC:
+                tl.atomic_add(out_ptr + column, total, mask=inside, sem="relaxed")
+            else:
+                old = tl.load(out_ptr + column, mask=inside, other=0.0)
+                tl.store(out_ptr + column, old + total, mask=inside)
+        if not ATOMIC:
+            tl.debug_barrier()  # the next super-block's threads read what these wrote

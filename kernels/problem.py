@@ -44,6 +44,7 @@ class Head:
     start: int = 0  # global vocabulary id of row 0
     column_weight: Tensor | None = None  # [V_local] fp32, the columns' share of `RowGradients.constant`; None is 1
     low_rank: LowRank | None = None
+    weight_sum: Tensor | None = None  # [D] fp32, column_weight @ weight, where the forward has found it
 
 
 def weight_factors(hidden: Tensor, head: Head) -> tuple[Tensor, Tensor]:

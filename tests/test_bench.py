@@ -20,6 +20,8 @@ import options  # noqa: E402
 import table  # noqa: E402
 import train_small  # noqa: E402
 
+import vpcce  # noqa: E402
+
 TINY = head.Case("tiny", 128, 300, 32)
 
 
@@ -156,11 +158,42 @@ def test_limits_name_what_missed_and_what_was_not_measured(capsys, tmp_path):
 
 def test_options_are_timed_next_to_the_plain_loss(tmp_path):
     rows = options.run((64, 200, 16), 0.005, "test", tmp_path / "options.json")
-    names = options.options(200, 16, "cpu")
-    assert [(row["policy"], row["option"]) for row in rows] == [(p, n) for p in options.POLICIES for n in names]
+    names = list(options.options(torch.zeros(64, 16), 200, "cpu"))
+    sampled = [name for name in names if name != "label_smoothing and softcap"]
+    assert [row["option"] for row in rows if row["policy"] == "exact"] == names
+    assert [row["option"] for row in rows if row["policy"] == "sampled"] == sampled
     for row in rows:
         assert row["error"] is None and row["total_ratio"] > 0, row
     assert json.loads((tmp_path / "options.json").read_text()) == rows
+
+
+def test_options_leave_the_distribution_alone():
+    """The loss of every option that only transforms logits is the plain one: bitwise with a scale."""
+    hidden, weight, target = head.make_head(head.Case("", 64, 200, 16), "cpu")
+    plain = vpcce.linear_cross_entropy(hidden, weight, target)
+    for name in ("bias", "softcap", "logit_scale", "learned logit_scale"):
+        option, own = options.options(hidden, 200, "cpu")[name]
+        loss = option(own, weight, target, vpcce.exact())
+        torch.testing.assert_close(loss, plain, rtol=1e-4 if name == "softcap" else 1e-6, atol=1e-6)
+
+
+def test_options_above_their_limit_end_with_1(tmp_path, monkeypatch, capsys):
+    def compare(option, plain, tensors, own, budget_s):
+        return dict(forward_ms=1.0, total_ms=2.0, forward_ratio=1.0, total_ratio=1.05)
+
+    monkeypatch.setattr(options, "compare", compare)
+    given = "--shape 8 20 4 --policies sampled --out".split() + [str(tmp_path / "rows.json"), "--options"]
+    assert options.main([*given, "entropy", "topk"]) == 0
+    assert options.main([*given, "entropy", "bias"]) == 1
+    printed = capsys.readouterr().out
+    assert "sampled bias: 1.050 of plain, limit 1.03" in printed and "exact" not in printed
+
+    def broken(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(options, "compare", broken)
+    assert options.main([*given, "entropy"]) == 1
+    assert "sampled entropy: RuntimeError: out of memory" in capsys.readouterr().out
 
 
 def test_small_training_writes_curves_and_a_head(tmp_path):

@@ -103,6 +103,15 @@ def test_a_sampled_mean():
     assert len(launches) == 10, launches
 
 
+def test_label_smoothing_reads_the_weight_once_more():
+    """Its rows are summed in the forward, those of hidden in the backward, two launches each."""
+    for _, launches in host_work(training_step(backward=SAMPLED, label_smoothing=0.1)):
+        assert launches.count("part_sums_kernel") == launches.count("add_parts_kernel") == 1, launches
+    for options in (dict(label_smoothing=0.1, softcap=30.0), dict()):
+        for _, launches in host_work(training_step(backward=SAMPLED, **options)):
+            assert "part_sums_kernel" not in launches
+
+
 def test_a_buffer_that_a_kernel_adds_to_has_a_new_version():
     """Autograd refuses a stale saved tensor by it; no PyTorch operation touches main_grad here."""
     hidden, weight = torch.randn(128, 64, dtype=BF16), torch.randn(256, 64, dtype=BF16, requires_grad=True)

@@ -218,6 +218,13 @@ def test_several_slices(dtype, into_main, small_workspace, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(run(), one, strict=True))  # bitwise: a repetition
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+def test_dbias_of_rows_in_several_parts(dtype, small_workspace):
+    """1100 rows are two parts of 512 and one that is partly empty; fp16 has a unit, and the sum knows it."""
+    hidden, weight, bias, target = truth.problem(1100, 130, 8, dtype, bias=True, ignored=0.2)
+    compare(hidden, weight, bias, target)
+
+
 @pytest.mark.parametrize("programs", [1, 3, 5, 7, 11])
 def test_any_number_of_programs(programs, monkeypatch):
     """Tiles of dE leave some programs idle, which start on dC: every tile is made once. Row blocks come in groups."""
@@ -375,7 +382,8 @@ def test_fake_shapes_are_the_real_ones(backward):
     def step(hidden, weight, scale):
         stats = vpcce.linear_stats(hidden, weight, target, logit_scale=scale, entropy=True, argmax=True,
                                    backward=backward)  # fmt: skip
-        return stats, grads_of(stats.lse.sum() - stats.target_logit.sum(), hidden, weight, scale)
+        loss = vpcce.linear_cross_entropy(hidden, weight, target, label_smoothing=0.1, backward=backward)
+        return stats, grads_of(loss + stats.lse.sum() - stats.target_logit.sum(), hidden, weight, scale)
 
     with torch._subclasses.CrossRefFakeMode(check_aliasing=False):
         step(hidden, weight, scale)

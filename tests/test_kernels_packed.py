@@ -134,8 +134,7 @@ def test_fp32(options):
     problem = Problem(**{**dict(n=640, v=2300, d=64, dtype=torch.float32), **options})
     d_hidden, d_weight, d_bias = problem.run(bias_grad=True)
     problem.check(d_hidden, d_weight, 2e-6)
-    truth = problem.grad.sum(0)
-    assert ((d_bias.double() - truth).norm() / truth.norm()).item() < 2e-6
+    check_bias_grad(problem, d_bias, 2e-6)
 
 
 @pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["label smoothing"]], ids=["plain", "label smoothing"])
@@ -162,10 +161,28 @@ def test_main_grad_is_added_to_in_rounds(monkeypatch):
 
 
 def test_deterministic():
-    problem = Problem(640, 2300, 64, torch.float16, eps=2.0**-3)
-    first, second = problem.run(deterministic=True), problem.run(deterministic=True)
+    problem = Problem(1100, 2300, 64, torch.float16, eps=2.0**-3)
+    first, second = (problem.run(deterministic=True, bias_grad=True) for _ in range(2))
     problem.check(*first[:2], 6e-4)
-    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    check_bias_grad(problem, first[2], 6e-4)
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_dbias_of_several_super_blocks(main_grad, monkeypatch):
+    """Three of them in one round, and in two rounds whose second begins at a later one; fp16 has a unit."""
+    problem = Problem(1300, 1500, 64, torch.float16, n_rows=1200, bias=True, constant=True)
+    if main_grad:
+        per_block = marks.unpack_marks(problem.marks.bits, 1500).sum(1).view(-1)
+        most = max(int(per_block[i : i + 4].sum()) for i in (0, 4, 8))
+        monkeypatch.setattr(packed_layout, "ARENA_BYTES", int(2.2 * most) * 256)
+    total = torch.zeros(1500, 64) if main_grad else None
+    check_bias_grad(problem, problem.run(bias_grad=True, main_grad=total)[2], 6e-4)
+
+
+def check_bias_grad(problem, d_bias, tolerance):
+    truth = problem.grad.sum(0)
+    assert ((d_bias.double() - truth).norm() / truth.norm()).item() < tolerance
 
 
 @pytest.mark.parametrize("wanted", ["hidden", "weight"])

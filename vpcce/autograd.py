@@ -31,10 +31,10 @@ class HeadStats(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             given = iter(head_stats_op(*operands, *options))
         output = Outputs(*(next(given) if want else None for want in wanted))
-        ctx.save_for_backward(*operands, output.lse, output.entropy, output.marks, output.seed)
+        ctx.save_for_backward(*operands, output.lse, output.entropy, output.marks, output.seed, output.weight_sum)
         ctx.options, ctx.main_grad = options, main_grad
-        integers = (output.argmax, output.marks, output.seed, output.divisor)
-        ctx.mark_non_differentiable(*(part for part in integers if part is not None))
+        others = (output.argmax, output.marks, output.seed, output.weight_sum, output.divisor)
+        ctx.mark_non_differentiable(*(part for part in others if part is not None))
         ctx.set_materialize_grads(False)
         return tuple(output)
 
@@ -73,6 +73,6 @@ def head_stats(
     a, b, lora_scale = (None, None, 1.0) if lora is None else lora
     outputs = HeadStats.apply(
         hidden, weight, target, bias, scale, column_weight, a, b, logit_scale, softcap, lora_scale, settings.encode(),
-        Outputs.wanted(settings), main_grad,
+        Outputs.wanted(settings, softcap), main_grad,
     )  # fmt: skip
     return Outputs(*outputs)

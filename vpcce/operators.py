@@ -80,11 +80,12 @@ def _forward(
         tokens, head, rows.local, n_rows=rows.count, entropy=how.entropy, argmax=how.argmax, logit_sum=want_sum,
         sampling=sampling,
     )  # fmt: skip
-    packed, layout = part.packed, part.layout
+    packed, layout, weight_sum = part.packed, part.layout, None
     if how.logit_sum and not want_sum:
-        packed, layout = torch.cat([packed, linear_logit_sum(tokens, head)[None]]), layout._replace(logit_sum=True)
+        logit_sum, weight_sum = linear_logit_sum(tokens, head, uses_kernels(hidden))
+        packed, layout = torch.cat([packed, logit_sum[None]]), layout._replace(logit_sum=True)
     merged = _merge(packed, layout, group, target, how, rows)
-    marks = (None, None) if sampling is None else (part.marks.bits, sampling.seed)
+    marks = (None, None, None) if sampling is None else (part.marks.bits, sampling.seed, weight_sum)
     outputs = Outputs(*merged, *marks, None if how.ignore_index is None else rows.divisor())
     return [output for output in outputs if output is not None]
 
@@ -99,12 +100,14 @@ class Outputs(NamedTuple):
     argmax: Tensor | None  # [N] int64, global ids
     marks: Tensor | None  # the backend's
     seed: Tensor | None  # [] int64
+    weight_sum: Tensor | None  # [D], the shard's column_weight @ weight: with marks and a linear logit_sum
     divisor: Tensor | None  # [] int32, how many tokens count, but at least 1; with an ignore_index
 
     @staticmethod
-    def wanted(how: Settings) -> tuple[bool, ...]:
-        optional = (how.entropy, how.logit_sum, how.argmax, how.marks, how.marks, how.ignore_index is not None)
-        return (True, True, *optional)
+    def wanted(how: Settings, softcap: float | None) -> tuple[bool, ...]:
+        with_sum = how.marks and how.logit_sum and softcap is None
+        optional = (how.entropy, how.logit_sum, how.argmax, how.marks, how.marks, with_sum)
+        return (True, True, *optional, how.ignore_index is not None)
 
 
 def _fake_forward(
@@ -121,6 +124,8 @@ def _fake_forward(
     if how.marks:
         outputs.append(hidden.new_empty(_backend(hidden).marks_shape(n, how.n_valid), dtype=torch.int32))
         outputs.append(hidden.new_empty((), dtype=torch.int64))
+        if how.logit_sum and softcap is None:
+            outputs.append(hidden.new_empty(weight.shape[1], dtype=dtype))
     if how.ignore_index is not None:
         outputs.append(hidden.new_empty((), dtype=torch.int32))
     return outputs
@@ -143,6 +148,7 @@ def _backward(
     entropy: Tensor | None,
     marks: Tensor | None,
     seed: Tensor | None,
+    weight_sum: Tensor | None,
     main_grad: Tensor | None,  # [stop - start, D]; dC is added to it
     needs: str,  # letters of the wanted gradients: h(idden) w(eight) b(ias) s(cale), A and B of LoRA
     logit_scale: float,
@@ -160,7 +166,7 @@ def _backward(
     tokens = rows.take(collectives.gather_tokens(hidden, group if how.sequence_parallel else None))
     backend = _backend(hidden)
     head = _head(how, weight, bias, logit_scale if scale is None else scale, softcap, column_weight)
-    head = _with_lora(head, backend, tokens, lora_a, lora_b, lora_scale)
+    head = replace(_with_lora(head, backend, tokens, lora_a, lora_b, lora_scale), weight_sum=weight_sum)
     # torch.compile hands over empty gradients for the statistics that were not asked for.
     given = (grad_lse, grad_target_logit, grad_entropy, grad_logit_sum)
     grads = tuple(None if g is None or g.shape[:1] != lse.shape else g for g in given)
@@ -226,7 +232,8 @@ def _backward(
 
 def _fake_backward(
     grad_lse, grad_target_logit, grad_entropy, grad_logit_sum, hidden, weight, target, bias, scale, column_weight,
-    lora_a, lora_b, lse, entropy, marks, seed, main_grad, needs, logit_scale, softcap, lora_scale, settings,
+    lora_a, lora_b, lse, entropy, marks, seed, weight_sum, main_grad, needs, logit_scale, softcap, lora_scale,
+    settings,
 ):  # fmt: skip
     return (
         hidden.new_empty(hidden.shape if "h" in needs else 0),

@@ -4,6 +4,8 @@
 `vpcce.kernels.merge` and `vpcce.kernels.rows`, because on a device the host's time for so many operations shows.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -64,21 +66,27 @@ def row_gradients(grads, lse: Tensor, entropy, target: Tensor, rows: Rows) -> tu
     )
 
 
-def linear_logit_sum(tokens: Tensor, head: Head) -> Tensor:
-    """sum_v column_weight_v * x_v where x is linear in hidden: one matrix-vector product."""
-    dtype = torch.float64 if tokens.dtype == torch.float64 else torch.float32
-    total = torch.zeros(tokens.shape[1], dtype=dtype, device=tokens.device)
-    offset = torch.zeros((), dtype=dtype, device=tokens.device)
-    for start in range(0, head.weight.shape[0], 16384):  # bounds the copy in `dtype`
-        rows = slice(start, start + 16384)
-        weight = head.weight[rows].to(dtype)
-        share = weight.new_ones(weight.shape[0]) if head.column_weight is None else head.column_weight[rows].to(dtype)
-        total += share @ weight
-        if head.bias is not None:
-            offset += share @ head.bias[rows].to(dtype)
-    x = tokens.to(dtype) @ total + offset
+def linear_logit_sum(tokens: Tensor, head: Head, by_kernels: bool) -> tuple[Tensor, Tensor]:
+    """sum_v column_weight_v * x_v where x is linear in hidden, [N], and column_weight @ weight, [D], which gives it."""
+    dtype = torch.float64 if torch.float64 in (tokens.dtype, head.weight.dtype) else torch.float32
+    if by_kernels:
+        from vpcce.kernels.row_sum import row_sum
+    else:
+        row_sum = partial(_row_sum, dtype=dtype)
+    share = head.column_weight
+    weight_sum = row_sum(head.weight, share)
+    x = tokens.to(dtype) @ weight_sum
+    if head.bias is not None:
+        x += row_sum(head.bias[:, None], share)
     if head.low_rank is not None:
-        low = head.low_rank.weight.to(dtype)
-        total = low.sum(0) if head.column_weight is None else head.column_weight.to(dtype) @ low
-        x += head.low_rank.hidden.to(dtype) @ total
-    return x * head.scale
+        x += head.low_rank.hidden.to(dtype) @ row_sum(head.low_rank.weight, share)
+    return x * head.scale, weight_sum
+
+
+def _row_sum(matrix: Tensor, share: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """share @ matrix, [D], like `vpcce.kernels.row_sum`."""
+    total = torch.zeros(matrix.shape[1], dtype=dtype, device=matrix.device)
+    for start in range(0, matrix.shape[0], 16384):  # bounds the copy in `dtype`
+        rows = matrix[start : start + 16384].to(dtype)
+        total += rows.sum(0) if share is None else share[start : start + 16384].to(dtype) @ rows
+    return total
