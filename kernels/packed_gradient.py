@@ -100,7 +100,7 @@ def packed_gradient_kernel(
         rows = row_block * 128 + offs_m
         valid = rows < n
         lse = tl.load(lse_ptr + rows, mask=valid, other=float("inf")).to(tl.float32) * LOG2E
-        target = tl.load(target_ptr + rows, mask=valid, other=-1)
+        target = tl.load(target_ptr + rows, mask=valid, other=-1).to(tl.int32)
         softmax = tl.load(softmax_ptr + rows, mask=valid, other=0.0).to(tl.float32)
         target_grad = tl.load(target_grad_ptr + rows, mask=valid, other=0.0).to(tl.float32)
         key, second_key = coin_key(seed, row_block // 4)
@@ -136,9 +136,11 @@ def packed_gradient_kernel(
             x = acc * scale
             if HAS_SOFTCAP:
                 x = soft_capped(x, softcap)
+            if row_block * 128 + 128 > n:  # rows that do not count may hold anything
+                x = tl.where(valid[:, None], x, 0.0)
             p = tl.exp2(x * LOG2E - lse[:, None])
             onehot = target[:, None] == column[None, :]
-            size = tl.where(valid[:, None], tl.where(onehot, 1.0, p), 0.0)
+            size = tl.where(onehot, 1.0, p)
             k24 = coin(key, second_key, first_column + column)
             gain = keep_scale(tl.max(size, 0), k24, eps)
             tl.store(keep_ptr + (pair - base), (gain != 0.0).to(tl.int8), mask=inside)
@@ -146,10 +148,11 @@ def packed_gradient_kernel(
             if softmax_logit_ptr is not None:
                 slope = tl.load(softmax_logit_ptr + rows, mask=valid, other=0.0).to(tl.float32)
                 per_row += slope[:, None] * tl.where(p > 0.0, x, 0.0)
-            g = p * per_row + tl.where(onehot, target_grad[:, None], 0.0)
+            g = p * per_row
+            g = tl.where(onehot, g + target_grad[:, None], g)
             if HAS_SOFTCAP:
                 ratio = x * (1.0 / softcap)
                 g *= 1.0 - ratio * ratio
-            g = tl.where(valid[:, None], g * (gain * factor)[None, :], 0.0)
+            g *= (gain * factor)[None, :]
             out = arena_rows(storage_ptr, extra_ptr, arena, pair - base)
             tl.store(out[None, :] + offs_m[:, None], g.to(dtype), mask=inside[None, :])
