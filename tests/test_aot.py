@@ -109,7 +109,7 @@ def small_kernels(n: int, dtype: torch.dtype, ignore_index: int | None, options:
         found = select_rows(target, ignore_index=ignore_index, start=0, stop=V, vocab_size=V, check=check)
         if found.index is not None:
             take_rows(torch.zeros(n, 256, dtype=dtype), found.index, found.count)
-    layout = StatsLayout(None, options, options, options)
+    layout = StatsLayout(None, options, options, 0, options)
     merge_ranks(torch.zeros(ranks, layout.n_rows, n), layout, V, found.index, found.count)
     merge_bounds(torch.zeros(ranks, 2 * n + 2)[:, :-2].view(ranks, 2, n) if ranks > 1 else torch.zeros(2, n))
     grads = (per_row[:1].expand(n), per_row, *((per_row, per_row) if options else (None, None)))

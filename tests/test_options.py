@@ -313,9 +313,9 @@ def test_topk(world, sequence_parallel, k):
 
 
 def test_topk_in_blocks_and_layouts(monkeypatch):
-    """Blocks of 7 tokens and 10 columns; a padded vocabulary; a teacher's targets for a student."""
-    monkeypatch.setattr("vpcce.topk.BLOCK_COLUMNS", 10)
-    monkeypatch.setattr("vpcce.topk.BLOCK_NUMEL", 70)
+    """Blocks of 10 columns; a padded vocabulary; a teacher's targets for a student."""
+    monkeypatch.setattr("vpcce.reference.MIN_WIDTH", 10)
+    monkeypatch.setattr("vpcce.reference.BLOCK_NUMEL", 10)
     hidden, weight, _, _ = truth.problem(24, 64, 6, torch.float32)
     top = vpcce.linear_topk(hidden.view(2, 12, 6), weight, 12, shard=vpcce.VocabShard(0, 64, 50))
     expected = truth.logits_of(hidden, weight[:50]).log_softmax(-1).topk(12)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from vpcce import reference
-from vpcce.kernels.problem import Head, Marks, Merged, Sampling, StatsLayout
+from vpcce.kernels.problem import Head, Marks, Merged, Sampling, StatsLayout, best_of_ranks
 from vpcce.lora import LoRA, described, grad_of_a, low_rank
 from vpcce.parallel import agreement, collectives
 from vpcce.row_terms import linear_logit_sum, merge_bounds, merge_ranks, row_gradients
@@ -78,14 +78,16 @@ def _forward(
     want_sum = how.logit_sum and softcap is not None
     part = backend.local_stats(
         tokens, head, rows.local, n_rows=rows.count, entropy=how.entropy, argmax=how.argmax, logit_sum=want_sum,
-        sampling=sampling,
+        sampling=sampling, topk=how.topk,
     )  # fmt: skip
     packed, layout = part.packed, part.layout
     if how.logit_sum and not want_sum:
         packed, layout = torch.cat([packed, linear_logit_sum(tokens, head)[None]]), layout._replace(logit_sum=True)
-    merged = _merge(packed, layout, group, target, how, rows)
+    ranks = packed if group is None else collectives.gather_stats(packed, group)  # without a group, one view less
+    merged = _merge(ranks, layout, target, how, rows)
+    topk = _topk(ranks, layout, merged.lse, rows) if how.topk else (None, None)
     marks = (None, None) if sampling is None else (part.marks.bits, sampling.seed)
-    outputs = Outputs(*merged, *marks, None if how.ignore_index is None else rows.divisor())
+    outputs = Outputs(*merged, *topk, *marks, None if how.ignore_index is None else rows.divisor())
     return [output for output in outputs if output is not None]
 
 
@@ -97,14 +99,16 @@ class Outputs(NamedTuple):
     entropy: Tensor | None  # [N]
     logit_sum: Tensor | None  # [N]
     argmax: Tensor | None  # [N] int64, global ids
+    topk_logprobs: Tensor | None  # [N, k], the largest first
+    topk_ids: Tensor | None  # [N, k] int64, global
     marks: Tensor | None  # the backend's
     seed: Tensor | None  # [] int64
     divisor: Tensor | None  # [] int32, how many tokens count, but at least 1; with an ignore_index
 
     @staticmethod
     def wanted(how: Settings) -> tuple[bool, ...]:
-        optional = (how.entropy, how.logit_sum, how.argmax, how.marks, how.marks, how.ignore_index is not None)
-        return (True, True, *optional)
+        topk, marks = (how.topk > 0,) * 2, (how.marks,) * 2
+        return (True, True, how.entropy, how.logit_sum, how.argmax, *topk, *marks, how.ignore_index is not None)
 
 
 def _fake_forward(
@@ -118,6 +122,9 @@ def _fake_forward(
     outputs += [torch.empty_like(per_token) for wanted in (how.entropy, how.logit_sum) if wanted]
     if how.argmax:
         outputs.append(hidden.new_empty(n, dtype=torch.int64))
+    if how.topk:
+        outputs.append(hidden.new_empty(n, how.topk, dtype=dtype))
+        outputs.append(hidden.new_empty(n, how.topk, dtype=torch.int64))
     if how.marks:
         outputs.append(hidden.new_empty(_backend(hidden).marks_shape(n, how.n_valid), dtype=torch.int32))
         outputs.append(hidden.new_empty((), dtype=torch.int64))
@@ -264,13 +271,19 @@ def _backend(tensor: Tensor):
     return local
 
 
-def _merge(packed: Tensor, layout: StatsLayout, group, target: Tensor, how: Settings, rows: Rows) -> Merged:
+def _merge(ranks: Tensor, layout: StatsLayout, target: Tensor, how: Settings, rows: Rows) -> Merged:
     if not rows.by_kernels:
-        return merge_ranks(collectives.gather_stats(packed, group), layout, target, how, rows)
+        return merge_ranks(ranks if ranks.dim() == 3 else ranks[None], layout, target, how, rows)
     from vpcce.kernels import merge
 
-    ranks = packed if group is None else collectives.gather_stats(packed, group)  # without a group, one view less
     return merge.merge_ranks(ranks, layout, how.vocab_size, rows.index, rows.count)
+
+
+def _topk(ranks: Tensor, layout: StatsLayout, lse: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """(log-probabilities, global ids), [N, k] in the order of the tokens."""
+    logits, ids = best_of_ranks(ranks if ranks.dim() == 3 else ranks[None], layout)
+    logprobs = (rows.spread(logits) - lse[:, None]).clamp(max=0.0)  # the two are sums in different orders
+    return logprobs, rows.spread(ids)
 
 
 def _row_gradients(grads, lse: Tensor, entropy: Tensor | None, target: Tensor, rows: Rows):
