@@ -274,7 +274,7 @@ def write_topk(hidden: Tensor, head: Head, maxima: GroupMaxima, n_rows: Tensor |
     list_groups_kernel[(n_blocks,)](picked, listed, counts, n_groups, BLOCK=1024, num_warps=4)
 
     dtype = compute_dtype(hidden, head)
-    processors, blocks = packed_launch("gradient", device, dtype)
+    processors, blocks = packed_launch("candidates", device, dtype)
     most = ceil_div(min(ROW_BLOCK * k, n_groups) * maxima.width, blocks["BLOCK_N"])
     programs = min(most, ceil_div(8 * processors, n_blocks))  # short ones: row blocks list more and fewer groups
     candidates = torch.empty(n, padded, maxima.width, device=device)

@@ -6,6 +6,7 @@ a bound a little above what Triton 3.6.0 and 3.9.0 gave when this was written, s
 
     marks and lists    the forward with marks, every packed kernel, and their fallback
     every option       bias, scale, softcap, entropy, argmax, weighted sum of logits, ignored tokens, class weights
+    top-k              group maxima and what is made of them, for few and most ids
     low rank           a second pair of factors, of a rank that is no power of two and of one beyond a block
 """
 
@@ -100,6 +101,37 @@ def test_compiles_and_fits(case, target):
             assert usage.spills <= SPILL_LIMIT[target][0 if common else 1], usage
     if target == "sm90" and case is CASES["exact"]:
         assert all(usage.spills == 0 for usage in usages), "the kernels that the speed on an H200 stands on"
+
+
+TOPK = {
+    "8 ids": (torch.bfloat16, (N, 256000, 256), 8, 0),
+    "64 ids, options, odd D": (torch.bfloat16, (N, 256000, 123), 64, 12),
+    "fp32": (torch.float32, (N, 256000, 256), 8, 0),
+    "one token, one column, one id, each a constant to the compiler": (torch.float16, (1, 1, 64), 1, 1),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype, shape, k, rank", TOPK.values(), ids=TOPK)
+def test_topk_compiles_and_fits(dtype, shape, k, rank, target):
+    """For the vocabulary of the README's tables, since the number of tiles that a program holds is a constant."""
+    n, v, d = shape
+    hidden, weight = torch.zeros(n, d, dtype=dtype), torch.zeros(v, d, dtype=dtype)
+    head, count = Head(weight), None
+    if rank:
+        low = LowRank(torch.zeros(n, rank, dtype=dtype), torch.zeros(v, rank, dtype=dtype))
+        head, count = Head(weight, weight[:, 0].clone(), 1.5, 30.0, low_rank=low), torch.tensor([n], dtype=torch.int32)
+    with recorded_launches(target) as launches:
+        local_stats(hidden, head, torch.zeros(n, dtype=torch.int64), n_rows=count, argmax=rank > 0, topk=k)
+    usages = compile_launches(launches, target)
+    names = {usage.name for usage in usages}
+    assert names >= {"forward_kernel", "pick_groups_kernel", "list_groups_kernel", "candidates_kernel"}
+    for usage in usages:
+        assert usage.shared <= SHARED_LIMIT[target], usage
+        if usage.spills is not None:  # gfx942's compiler does not say
+            assert usage.spills <= SPILL_LIMIT[target][1 if rank else 0], usage
+    if target == "sm90" and k == 8 and dtype == torch.bfloat16:
+        assert all(usage.spills == 0 for usage in usages)
 
 
 def small_kernels(n: int, dtype: torch.dtype, ignore_index: int | None, options: bool, ranks: int) -> None:

@@ -323,8 +323,15 @@ def test_topk_in_blocks_and_layouts(monkeypatch):
     assert torch.equal(top.ids.view(24, 12), expected.indices)
     loss = vpcce.linear_soft_cross_entropy(hidden.view(2, 12, 6), weight, top.ids, top.logprobs.exp())
     assert loss.requires_grad and not top.logprobs.requires_grad
-    for k, error in ((0, ValueError), (65, ValueError), (2.0, TypeError)):
+    target = torch.arange(24)
+    stats = vpcce.linear_stats(hidden, weight, target[:, None].expand(24, 4), topk=5)
+    assert [t.shape for t in stats.topk] == [(24, 5), (24, 5)] and stats.lse.requires_grad
+    for k, error in ((0, ValueError), (65, ValueError), (2.0, TypeError), (True, TypeError)):
+        with pytest.raises(error, match="linear_stats: .*k"):
+            vpcce.linear_stats(hidden, weight, target, topk=k)
         with pytest.raises(error, match="linear_topk: "):
             vpcce.linear_topk(hidden, weight, k)
+    with pytest.raises(TypeError, match="linear_topk: k must be an int, got NoneType"):
+        vpcce.linear_topk(hidden, weight, None)
     with pytest.raises(ValueError, match="at most the vocabulary's 8 ids, got 9"):
         vpcce.linear_topk(hidden, weight[:8], 9)

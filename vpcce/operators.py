@@ -105,6 +105,10 @@ class Outputs(NamedTuple):
     seed: Tensor | None  # [] int64
     divisor: Tensor | None  # [] int32, how many tokens count, but at least 1; with an ignore_index
 
+    @property
+    def topk(self) -> tuple[Tensor, Tensor]:
+        return self.topk_logprobs, self.topk_ids
+
     @staticmethod
     def wanted(how: Settings) -> tuple[bool, ...]:
         topk, marks = (how.topk > 0,) * 2, (how.marks,) * 2

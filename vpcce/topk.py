@@ -60,11 +60,13 @@ def linear_topk(
         nothing = _no_target(who, hidden, shard, sequence_parallel)
     except Exception as error:
         refused = error
-    return stats_of(
+    top = stats_of(
         who, hidden, weight, nothing, bias=bias, shard=shard, ignore_index=None, softcap=softcap,
         logit_scale=logit_scale, backward="auto", sequence_parallel=sequence_parallel, lora=lora, topk=k,
         refused=refused,
     ).topk  # fmt: skip
+    assert top is not None
+    return top
 
 
 def _no_target(who: str, hidden, shard, sequence_parallel: bool) -> Tensor:

@@ -47,11 +47,6 @@ def options(v: int, d: int, device: str) -> dict[str, Callable[..., Tensor]]:
     def adapted(h, w, t, backward):  # plain has dC, this has the two narrow gradients in its place
         return vpcce.linear_cross_entropy(h, w.detach(), t, backward=backward, lora=lora)
 
-    def with_topk(h, w, t, backward):
-        with torch.no_grad():
-            vpcce.linear_topk(h, w, 8)
-        return vpcce.linear_cross_entropy(h, w, t, backward=backward)
-
     return {
         "bias": with_options(bias=bias),
         "softcap": with_options(softcap=30.0),
@@ -63,8 +58,8 @@ def options(v: int, d: int, device: str) -> dict[str, Callable[..., Tensor]]:
         "linear_logprobs": logprobs,
         "entropy": with_stats(lambda s: (s.lse - s.target_logit - 0.01 * s.entropy).mean(), entropy=True),
         "argmax": with_stats(lambda s: (s.lse - s.target_logit).mean(), argmax=True),
+        "topk, k = 8": with_stats(lambda s: (s.lse - s.target_logit).mean(), topk=8),
         "lora, rank 16, weight frozen": adapted,
-        "linear_topk beside the loss, k = 8": with_topk,
     }
 
 
