@@ -127,7 +127,7 @@ def pick_groups_kernel(
     exists = (best != NOTHING) & (slots < k)
     group = _index_of(best)
     tl.store(picks_ptr + row.to(tl.int64) * K + slots, tl.where(exists, group, -1))
-    tl.store(picked_ptr + (row // 128).to(tl.int64) * n_groups + group, (slots * 0 + 1).to(tl.int8), mask=exists)
+    tl.store(picked_ptr + (row // 128).to(tl.int64) * n_groups + group, tl.full((K,), 1, tl.int8), mask=exists)
 
 
 @triton.jit

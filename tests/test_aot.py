@@ -122,7 +122,9 @@ def test_topk_compiles_and_fits(dtype, shape, k, rank, target):
         low = LowRank(torch.zeros(n, rank, dtype=dtype), torch.zeros(v, rank, dtype=dtype))
         head, count = Head(weight, weight[:, 0].clone(), 1.5, 30.0, low_rank=low), torch.tensor([n], dtype=torch.int32)
     with recorded_launches(target) as launches:
-        local_stats(hidden, head, torch.zeros(n, dtype=torch.int64), n_rows=count, argmax=rank > 0, topk=k)
+        for sampling in (None, Sampling(torch.tensor(1), 2**-12, torch.zeros(n))):
+            options = dict(n_rows=count, argmax=rank > 0, sampling=sampling)
+            local_stats(hidden, head, torch.zeros(n, dtype=torch.int64), topk=k, **options)
     usages = compile_launches(launches, target)
     names = {usage.name for usage in usages}
     assert names >= {"forward_kernel", "pick_groups_kernel", "list_groups_kernel", "candidates_kernel"}

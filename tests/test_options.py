@@ -326,6 +326,9 @@ def test_topk_in_blocks_and_layouts(monkeypatch):
     target = torch.arange(24)
     stats = vpcce.linear_stats(hidden, weight, target[:, None].expand(24, 4), topk=5)
     assert [t.shape for t in stats.topk] == [(24, 5), (24, 5)] and stats.lse.requires_grad
+    compiled = torch.compile(vpcce.linear_stats, fullgraph=True, backend="aot_eager")(hidden, weight, target, topk=5)
+    assert torch.equal(compiled.topk.ids, stats.topk.ids) and compiled.lse.requires_grad
+    assert not compiled.topk.logprobs.requires_grad and not stats.topk.logprobs.requires_grad
     for k, error in ((0, ValueError), (65, ValueError), (2.0, TypeError), (True, TypeError)):
         with pytest.raises(error, match="linear_stats: .*k"):
             vpcce.linear_stats(hidden, weight, target, topk=k)

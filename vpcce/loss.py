@@ -265,7 +265,7 @@ def stats_of(who: str, hidden: Tensor, weight: Tensor, target: Tensor, **options
         run.target_logit.view(target.shape),
         None if run.entropy is None else run.entropy.view(call.shape),
         None if run.argmax is None else run.argmax.view(call.shape),
-        None if run.topk_ids is None else TopK(*(t.view(*call.shape, t.shape[1]) for t in run.topk)),
+        None if run.topk_ids is None else TopK(*(t.detach().view(*call.shape, t.shape[1]) for t in run.topk)),
     )
 
 

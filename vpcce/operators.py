@@ -1,7 +1,8 @@
 """Statistics of a vocabulary-parallel head and their gradient: the only place where kernels meet collectives.
 
 One rank's backend (Triton kernels, or PyTorch on slices of the vocabulary) answers for its shard; one all-gather of
-three to five numbers per token merges the answers. With M = max over ranks of the local maxima m_r:
+three to five numbers per token, and of 2 k more for the k most likely ids, merges the answers. With M = max
+over ranks of the local maxima m_r:
 
     lse = M + log(sum_r s_r * exp(m_r - M))          target_logit = sum_r target_logit_r
     entropy = lse - sum_r px_r * exp(m_r - M) / exp(lse - M)
