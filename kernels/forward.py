@@ -18,7 +18,8 @@ repeatable.
   exponentials of this one are computed; not with a low-rank product, see `add_low_rank`.
 
 Optional results cost a pass over the tile's registers each: sum of exp(x - m) * x for the entropy, the first column
-of the maximum, the weighted sum of logits, marks for the sampled backward.
+of the maximum, the weighted sum of logits, marks for the sampled backward. The maxima of groups of columns, from which
+`topk` goes on, are a step on the way to the tile's own.
 """
 
 import torch
@@ -51,6 +52,7 @@ from .tiles import (
     rows_in_cache,
     scale_tensor,
 )
+from .topk import GroupMaxima, store_group_maxima, write_topk
 
 
 @triton.jit
@@ -71,6 +73,7 @@ def forward_kernel(
     lower_bound_ptr,  # [N] natural-log, or None without marks
     threshold_ptr,  # [coin groups, V]
     bits_ptr,  # [row blocks, words]
+    group_max_ptr,  # [N, groups] out, base 2, or None
     n,
     n_columns,
     stride_hidden_row,
@@ -140,7 +143,11 @@ def forward_kernel(
             logit_sum += tl.sum(x * share[None, :], 1)
         if not EVEN:
             x = tl.where(inside[None, :], x, -float("inf"))
-        peak = tl.max(x, 1)
+        if group_max_ptr is not None:
+            n_groups = tl.cdiv(n_columns, BLOCK_N) * 8
+            peak = store_group_maxima(group_max_ptr, n_groups, rows, counts, tile, x, BLOCK_M, BLOCK_N)
+        else:
+            peak = tl.max(x, 1)
         if argmax_ptr is not None:
             first = tl.min(tl.where(x == peak[:, None], columns[None, :], n_columns), 1)
             argmax = tl.where(peak * LOG2E > m, first, argmax)
@@ -233,6 +240,7 @@ def forward_stats(
     argmax: bool,
     logit_sum: bool,
     sampling: Sampling | None,
+    topk: int = 0,
     tile: Tile | None = None,
     splits: int | None = None,
     group: int | None = None,
@@ -241,7 +249,7 @@ def forward_stats(
     n, d = hidden.shape
     n_columns = head.weight.shape[0]
     device = hidden.device
-    layout = StatsLayout(target.shape[1] if target.dim() == 2 else None, entropy, argmax, logit_sum)
+    layout = StatsLayout(target.shape[1] if target.dim() == 2 else None, entropy, argmax, topk, logit_sum)
 
     def per_row(dtype=torch.float32, wanted=True, rows: tuple[int, ...] = ()):
         return torch.empty(*rows, n, dtype=dtype, device=device) if wanted else None
@@ -253,6 +261,7 @@ def forward_stats(
             marks = Marks(bits, sampling.seed)
         packed = torch.zeros(layout.n_rows, n, device=device)
         packed[0] = -torch.inf
+        packed[layout.topk_row : layout.topk_row + topk] = -torch.inf  # of id 0
         if argmax:
             packed[layout.argmax_row] = as_float_bits(torch.full((n,), head.start, device=device), torch.float32)
         return LocalStats(packed, layout, head.start, marks)
@@ -275,13 +284,14 @@ def forward_stats(
         bits = torch.zeros(marks_shape(n, n_columns), dtype=torch.int32, device=device)
         n_words = bits.shape[1]
         thresholds = coin_thresholds(sampling.seed, sampling.eps, n, head.start, n_columns)
+    maxima = GroupMaxima.empty(n, n_columns, tile.block_n, device) if topk else None
     h = Source(hidden, tile.block_m, tile.block_k)
     w = Source(head.weight, tile.block_n, tile.block_k)
     low_hidden, low_weight, rank = low_rank_arguments(head)
     forward_kernel[(n_blocks * splits,)](
         h.source, w.source, low_hidden, low_weight, head.bias, scale_tensor(head), head.column_weight, n_rows,
         part_max, part_sum, part_expected, part_argmax, part_logit_sum,
-        None if sampling is None else sampling.lower_bound, thresholds, bits,
+        None if sampling is None else sampling.lower_bound, thresholds, bits, maxima.values if topk else None,
         n, n_columns, h.stride_row, h.stride_col, w.stride_row, w.stride_col, head.softcap or 1.0,
         n_blocks, splits, group or rows_in_cache(n, d, hidden.element_size()), tiles_per_split, n_words,
         D=d, RANK=rank, HAS_SOFTCAP=head.softcap is not None, LOGIT_SUM=logit_sum, COIN_BLOCKS=COIN_BLOCKS,
@@ -296,6 +306,8 @@ def forward_stats(
         BLOCK=ROW_BLOCK, num_warps=4,
     )  # fmt: skip
     write_target_logits(hidden, head, target, packed, first_row=2)
+    if topk:
+        write_topk(hidden, head, maxima, n_rows, topk, packed[layout.topk_row :][: 2 * topk])
     if sampling is not None:
         mark_targets(bits, target, n_rows)
     return LocalStats(packed, layout, head.start, None if sampling is None else Marks(bits, sampling.seed))

@@ -1,6 +1,6 @@
 """One rank's share of the loss on a GPU: the same functions as `vpcce.reference`, made of the kernels of this folder.
 
-    local_stats       forward -> merge of splits -> target logits (-> marks)
+    local_stats       forward -> merge of splits -> target logits (-> top-k) (-> marks)
     hot_set_stats     a lower bound for the marks
     local_backward    dense for gradients whose policy is exact or filtered, packed for sampled ones
 
@@ -36,12 +36,14 @@ def local_stats(
     argmax: bool = False,
     logit_sum: bool = False,
     sampling: Sampling | None = None,
+    topk: int = 0,
 ) -> LocalStats:
     """max, sum of exp, target logit and what else is asked for, over this shard."""
     with torch.cuda.device_of(hidden):
         return forward_stats(
-            hidden, head, target, n_rows=n_rows, entropy=entropy, argmax=argmax, logit_sum=logit_sum, sampling=sampling
-        )
+            hidden, head, target, n_rows=n_rows, entropy=entropy, argmax=argmax, logit_sum=logit_sum, sampling=sampling,
+            topk=topk,
+        )  # fmt: skip
 
 
 def local_backward(

@@ -3,6 +3,7 @@
     gradient   recompute of 128 tokens x BLOCK_N listed columns; the weight rows are gathered
     hidden     dE, 128 tokens x BLOCK_D
     weight     dC into fp32, BLOCK_N columns x BLOCK_D
+    candidates the same product for the k largest logits (`topk`); in fp32 a BLOCK_K of 32 spills
     stream     dC in half precision through the ring of parts; its BLOCK_D is a part's width
 
 Two small blocks per multiprocessor beat one large one in `hidden` and `stream`: one block's atomics and epilogue run
@@ -20,24 +21,28 @@ LAG = 4
 # fp32 products take no tensor cores; their tiles are only there to bound shared memory.
 FP32 = {
     "gradient": dict(BLOCK_N=64, BLOCK_K=32, num_warps=8, num_stages=2, per_processor=2),
+    "candidates": dict(BLOCK_N=64, BLOCK_K=16, num_warps=8, num_stages=2, per_processor=2),
     "hidden": dict(BLOCK_K=32, BLOCK_D=64, num_warps=8, num_stages=2, per_processor=2),
     "weight": dict(BLOCK_N=64, BLOCK_K=32, BLOCK_D=64, num_warps=8, num_stages=2, per_processor=2),
 }
 TABLE = {
     ("sm90", 2): {
         "gradient": dict(BLOCK_N=128, BLOCK_K=64, num_warps=8, num_stages=5, per_processor=1),
+        "candidates": dict(BLOCK_N=128, BLOCK_K=64, num_warps=8, num_stages=5, per_processor=1),
         "hidden": dict(BLOCK_K=64, BLOCK_D=128, num_warps=4, num_stages=4, per_processor=2),
         "weight": dict(BLOCK_N=128, BLOCK_K=64, BLOCK_D=256, num_warps=8, num_stages=3, per_processor=1),
         "stream": dict(BLOCK_N=128, BLOCK_K=64, BLOCK_D=128, num_warps=4, num_stages=3, per_processor=2),
     },
     ("sm80", 2): {
         "gradient": dict(BLOCK_N=128, BLOCK_K=32, num_warps=8, num_stages=3, per_processor=2),
+        "candidates": dict(BLOCK_N=128, BLOCK_K=32, num_warps=8, num_stages=3, per_processor=2),
         "hidden": dict(BLOCK_K=32, BLOCK_D=128, num_warps=8, num_stages=3, per_processor=2),
         "weight": dict(BLOCK_N=128, BLOCK_K=32, BLOCK_D=128, num_warps=8, num_stages=3, per_processor=2),
         "stream": dict(BLOCK_N=128, BLOCK_K=32, BLOCK_D=128, num_warps=8, num_stages=3, per_processor=2),
     },
     ("gfx9", 2): {
         "gradient": dict(BLOCK_N=128, BLOCK_K=32, num_warps=8, num_stages=2, per_processor=2),
+        "candidates": dict(BLOCK_N=128, BLOCK_K=32, num_warps=8, num_stages=2, per_processor=2),
         "hidden": dict(BLOCK_K=32, BLOCK_D=128, num_warps=8, num_stages=2, per_processor=2),
         "weight": dict(BLOCK_N=128, BLOCK_K=32, BLOCK_D=128, num_warps=8, num_stages=2, per_processor=2),
         "stream": dict(BLOCK_N=128, BLOCK_K=32, BLOCK_D=128, num_warps=8, num_stages=2, per_processor=2),

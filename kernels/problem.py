@@ -75,6 +75,7 @@ class StatsLayout(NamedTuple):
     ids: int | None = None  # K of targets [N, K]; None for [N]
     entropy: bool = False
     argmax: bool = False
+    topk: int = 0  # k logits, the largest first, then k global ids
     logit_sum: bool = False
 
     @property
@@ -90,8 +91,12 @@ class StatsLayout(NamedTuple):
         return self.expected_row + self.entropy
 
     @property
-    def logit_sum_row(self) -> int:
+    def topk_row(self) -> int:
         return self.argmax_row + self.argmax
+
+    @property
+    def logit_sum_row(self) -> int:
+        return self.topk_row + 2 * self.topk
 
     @property
     def n_rows(self) -> int:
@@ -111,13 +116,16 @@ class LocalStats:
     def pack(
         cls, top: Tensor, total: Tensor, target_logit: Tensor, start: int, *, expected: Tensor | None = None,
         argmax: Tensor | None = None, logit_sum: Tensor | None = None, marks: Marks | None = None,
+        topk: tuple[Tensor, Tensor] | None = None,
     ) -> "LocalStats":  # fmt: skip
-        """From one tensor per statistic; `argmax` holds rows of the shard."""
+        """From one tensor per statistic; `argmax` and the ids of `topk` = (logits [N, k], ids) are local rows."""
         ids = target_logit.shape[1] if target_logit.dim() == 2 else None
-        layout = StatsLayout(ids, expected is not None, argmax is not None, logit_sum is not None)
+        k = 0 if topk is None else topk[0].shape[1]
+        layout = StatsLayout(ids, expected is not None, argmax is not None, k, logit_sum is not None)
         bits = None if argmax is None else as_float_bits(argmax + start, top.dtype)
         targets = [target_logit] if ids is None else target_logit.unbind(1)
-        parts = [part for part in (top, total, *targets, expected, bits, logit_sum) if part is not None]
+        best = () if topk is None else (*topk[0].unbind(1), *as_float_bits(topk[1] + start, top.dtype).unbind(1))
+        parts = [part for part in (top, total, *targets, expected, bits, *best, logit_sum) if part is not None]
         return cls(torch.stack(parts), layout, start, marks)
 
     @property
@@ -150,6 +158,11 @@ class LocalStats:
         """[N], sum of column_weight * x; a backend is asked for it only with a softcap, else it is linear"""
         return self.packed[self.layout.logit_sum_row] if self.layout.logit_sum else None
 
+    @property
+    def topk(self) -> tuple[Tensor, Tensor] | None:
+        """([N, k] logits, the largest first, [N, k] int64 local rows); logits that do not exist are -inf, of any id"""
+        return best_of_ranks(self.packed[None], self.layout, self.start) if self.layout.topk else None
+
 
 class Merged(NamedTuple):
     """Statistics over the whole vocabulary, in the order of the caller's tokens, 0 for those that do not count."""
@@ -168,6 +181,17 @@ def as_float_bits(ids: Tensor, dtype: torch.dtype) -> Tensor:
 def from_float_bits(bits: Tensor) -> Tensor:
     bits = bits.contiguous()
     return bits.view(torch.int32 if bits.dtype == torch.float32 else torch.int64).to(torch.int64)
+
+
+def best_of_ranks(ranks: Tensor, layout: StatsLayout, start: int = 0) -> tuple[Tensor, Tensor]:
+    """(logits [N, k], ids - start [N, k] int64), the largest first, of [T, rows of the layout, N]."""
+    k, first = layout.topk, layout.topk_row
+    values, ids = ranks[:, first : first + k].flatten(0, 1), from_float_bits(ranks[:, first + k : first + 2 * k])
+    ids = ids.flatten(0, 1)
+    if ranks.shape[0] > 1:
+        values, place = values.topk(k, 0)
+        ids = ids.gather(0, place)
+    return values.T, ids.T - start
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@
     forward    what was asked for, over gloo with check  24                         all-gather
     forward    hidden, with sequence_parallel            N / T * D * itemsize       all-gather
     forward    bound of the log-sum-exp, when sampling   12 * N                     all-gather
-    forward    max, sum, target logit, ...               12 * N (16 with argmax)    all-gather
+    forward    max, sum, target logit, ...               12 * N (16 with argmax,    all-gather
+                                                         8 * k * N more with topk)
     backward   hidden again, with sequence_parallel      N / T * D * itemsize       all-gather
     backward   dE in hidden's dtype                      N * D * itemsize           all-reduce, or reduce-scatter
                                                                                     with sequence_parallel

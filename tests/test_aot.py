@@ -7,6 +7,7 @@ so is one after which sm_90's products wait for each other, which takes half the
 
     marks and lists    the forward with marks, every packed kernel, and their fallback
     every option       bias, scale, softcap, entropy, argmax, weighted sum of logits, ignored tokens, class weights
+    top-k              group maxima and what is made of them, for few and most ids
     low rank           a second pair of factors, of a rank that is no power of two and of one beyond a block
 """
 
@@ -108,6 +109,39 @@ def test_compiles_and_fits(case, target):
         assert all(usage.spills == 0 for usage in usages), "the kernels that the speed on an H200 stands on"
 
 
+TOPK = {
+    "8 ids": (torch.bfloat16, (N, 256000, 256), 8, 0),
+    "64 ids, options, odd D": (torch.bfloat16, (N, 256000, 123), 64, 12),
+    "fp32": (torch.float32, (N, 256000, 256), 8, 0),
+    "one token, one column, one id, each a constant to the compiler": (torch.float16, (1, 1, 64), 1, 1),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype, shape, k, rank", TOPK.values(), ids=TOPK)
+def test_topk_compiles_and_fits(dtype, shape, k, rank, target):
+    """For the vocabulary of the README's tables, since the number of tiles that a program holds is a constant."""
+    n, v, d = shape
+    hidden, weight = torch.zeros(n, d, dtype=dtype), torch.zeros(v, d, dtype=dtype)
+    head, count = Head(weight), None
+    if rank:
+        low = LowRank(torch.zeros(n, rank, dtype=dtype), torch.zeros(v, rank, dtype=dtype))
+        head, count = Head(weight, weight[:, 0].clone(), 1.5, 30.0, low_rank=low), torch.tensor([n], dtype=torch.int32)
+    with recorded_launches(target) as launches:
+        for sampling in (None, Sampling(torch.tensor(1), 2**-12, torch.zeros(n))):
+            options = dict(n_rows=count, argmax=rank > 0, sampling=sampling)
+            local_stats(hidden, head, torch.zeros(n, dtype=torch.int64), topk=k, **options)
+    usages = compile_launches(launches, target)
+    names = {usage.name for usage in usages}
+    assert names >= {"forward_kernel", "pick_groups_kernel", "list_groups_kernel", "candidates_kernel"}
+    for usage in usages:
+        assert usage.shared <= SHARED_LIMIT[target], usage
+        if usage.spills is not None:  # gfx942's compiler does not say
+            assert usage.spills <= SPILL_LIMIT[target][1 if rank else 0], usage
+    if target == "sm90" and k == 8 and dtype == torch.bfloat16:
+        assert all(usage.spills == 0 for usage in usages)
+
+
 def small_kernels(n: int, dtype: torch.dtype, ignore_index: int | None, options: bool, ranks: int) -> None:
     """The kernels per token, forward and backward, as `vpcce.autograd` calls them."""
     target, per_row = torch.zeros(n, dtype=torch.int64), torch.zeros(n)
@@ -115,7 +149,7 @@ def small_kernels(n: int, dtype: torch.dtype, ignore_index: int | None, options:
         found = select_rows(target, ignore_index=ignore_index, start=0, stop=V, vocab_size=V, check=check)
         if found.index is not None:
             take_rows(torch.zeros(n, 256, dtype=dtype), found.index, found.count)
-    layout = StatsLayout(None, options, options, options)
+    layout = StatsLayout(None, options, options, 0, options)
     merge_ranks(torch.zeros(ranks, layout.n_rows, n), layout, V, found.index, found.count)
     merge_bounds(torch.zeros(ranks, 2 * n + 2)[:, :-2].view(ranks, 2, n) if ranks > 1 else torch.zeros(2, n))
     grads = (per_row[:1].expand(n), per_row, *((per_row, per_row) if options else (None, None)))

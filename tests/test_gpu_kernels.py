@@ -116,6 +116,27 @@ def test_statistics():
     assert torch.equal(stats.argmax, x.argmax(-1))
 
 
+@pytest.mark.parametrize("k", [1, 8, 64])
+def test_topk(k):
+    """Products of bf16 are exact in fp32, so only the order of sums differs from the truth."""
+    hidden, weight, _, target = problem(v=65536 + 5, d=512, ignored=0.2)
+    vpcce.linear_stats(hidden, weight, target, topk=k)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        stats = vpcce.linear_stats(hidden, weight, target, topk=k)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    log_p = truth.logits_of(hidden.detach().double(), weight.detach().double()).log_softmax(-1)
+    expected, kept = log_p.topk(k), target >= 0
+    torch.testing.assert_close(stats.topk.logprobs[kept].double(), expected.values[kept], rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(log_p.gather(1, stats.topk.ids)[kept], expected.values[kept], rtol=1e-5, atol=2e-5)
+    assert (stats.topk.ids == expected.indices)[kept].double().mean() > 0.99
+    assert (stats.topk.logprobs[~kept] == 0).all() and (stats.topk.ids[~kept] == 0).all()
+    alone = vpcce.linear_topk(hidden, weight, k)
+    torch.testing.assert_close(alone.logprobs[kept], stats.topk.logprobs[kept], rtol=1e-5, atol=2e-5)
+
+
 def test_repeats_bitwise():
     """No atomics anywhere: twenty runs, half of them beside another kernel that takes multiprocessors away."""
     hidden, weight, _, target = problem(ignored=0.2)
@@ -183,7 +204,7 @@ def test_the_host_never_waits(backward):
     torch.cuda.set_sync_debug_mode("error")
     try:
         step(hidden, weight, target, backward)
-        vpcce.linear_stats(hidden, weight, target, entropy=True, argmax=True, backward=backward)
+        vpcce.linear_stats(hidden, weight, target, entropy=True, argmax=True, topk=8, backward=backward)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

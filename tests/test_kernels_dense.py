@@ -372,7 +372,7 @@ def test_two_ranks_equal_one(v):
 
 @pytest.mark.parametrize("backward", [EXACT, vpcce.sampled()], ids=["exact", "sampled"])
 def test_fake_shapes_are_the_real_ones(backward):
-    """torch.compile plans memory by them; argmax and entropy asked for, so that no output is empty.
+    """torch.compile plans memory by them; argmax, top-k and entropy asked for, so that no output is empty.
 
     No token is ignored: on the CPU those are left out at once, and the marks with them.
     """
@@ -381,7 +381,7 @@ def test_fake_shapes_are_the_real_ones(backward):
 
     def step(hidden, weight, scale):
         stats = vpcce.linear_stats(hidden, weight, target, logit_scale=scale, entropy=True, argmax=True,
-                                   backward=backward)  # fmt: skip
+                                    topk=3, backward=backward)  # fmt: skip
         loss = vpcce.linear_cross_entropy(hidden, weight, target, label_smoothing=0.1, backward=backward)
         return stats, grads_of(loss + stats.lse.sum() - stats.target_logit.sum(), hidden, weight, scale)
 

@@ -37,8 +37,8 @@ def poisoned(monkeypatch):
 def settings(ignore_index: int | None, **options) -> Settings:
     plain = dict(
         who="test", start=START, stop=STOP, vocab_size=VOCAB, group="", check=False, sequence_parallel=False,
-        entropy=False, argmax=False, logit_sum=False, marks=False, hidden_grad=True, scale_grad=False, lora_grad=False,
-        gathers_again=False, reduce_hidden_grad=True, upstream="", deterministic=False,
+        entropy=False, argmax=False, topk=0, logit_sum=False, marks=False, hidden_grad=True, scale_grad=False,
+        lora_grad=False, gathers_again=False, reduce_hidden_grad=True, upstream="", deterministic=False,
         hidden_policy=vpcce.exact().text, weight_policy=vpcce.exact().text,
     )  # fmt: skip
     return Settings(ignore_index=ignore_index, **(plain | options))

@@ -122,6 +122,12 @@ def compare_several_ids(rank, world, k, entropy, **shared):
         plain = plain.sum(1) + torch.where(kept, -(log_p.exp() * log_p).sum(1), 0.0)
         ours = ours[0].sum(1) + ours[1]
     at.check(ours, plain)
+    top = vpcce.linear_stats(*at.part[:2], at.target, topk=min(k, at.v), **at.call).topk
+    log_p = truth.logits_of(*at.plain, **at.options).log_softmax(-1).detach()
+    kept = at.target >= 0
+    best = log_p.topk(min(k, at.v)).values
+    torch.testing.assert_close(top.logprobs, torch.where(kept[:, None], best, 0.0))
+    torch.testing.assert_close(log_p.gather(1, top.ids)[kept], best[kept])
     probs = torch.linspace(0.1, 0.9, at.n * k, dtype=torch.float64).view(at.n, k)
     ours = vpcce.linear_soft_cross_entropy(*at.part[:2], ids, probs, reduction="none", **at.call)
     at.check(ours, -(probs * logprobs).sum(1))
@@ -137,5 +143,5 @@ def test_any_loss(world, examples):
 @pytest.mark.parametrize("world", [1, 2, 3])
 @few_lists
 @given(examples=lists_of(SHARED | dict(k=st.integers(1, 5), entropy=st.booleans())))
-def test_any_logprobs_and_soft_targets(world, examples):
+def test_any_logprobs_topk_and_soft_targets(world, examples):
     run_ranks(world, compare_ids, world, examples)

@@ -313,9 +313,9 @@ def test_topk(world, sequence_parallel, k):
 
 
 def test_topk_in_blocks_and_layouts(monkeypatch):
-    """Blocks of 7 tokens and 10 columns; a padded vocabulary; a teacher's targets for a student."""
-    monkeypatch.setattr("vpcce.topk.BLOCK_COLUMNS", 10)
-    monkeypatch.setattr("vpcce.topk.BLOCK_NUMEL", 70)
+    """Blocks of 10 columns; a padded vocabulary; a teacher's targets for a student."""
+    monkeypatch.setattr("vpcce.reference.MIN_WIDTH", 10)
+    monkeypatch.setattr("vpcce.reference.BLOCK_NUMEL", 10)
     hidden, weight, _, _ = truth.problem(24, 64, 6, torch.float32)
     top = vpcce.linear_topk(hidden.view(2, 12, 6), weight, 12, shard=vpcce.VocabShard(0, 64, 50))
     expected = truth.logits_of(hidden, weight[:50]).log_softmax(-1).topk(12)
@@ -323,8 +323,18 @@ def test_topk_in_blocks_and_layouts(monkeypatch):
     assert torch.equal(top.ids.view(24, 12), expected.indices)
     loss = vpcce.linear_soft_cross_entropy(hidden.view(2, 12, 6), weight, top.ids, top.logprobs.exp())
     assert loss.requires_grad and not top.logprobs.requires_grad
-    for k, error in ((0, ValueError), (65, ValueError), (2.0, TypeError)):
+    target = torch.arange(24)
+    stats = vpcce.linear_stats(hidden, weight, target[:, None].expand(24, 4), topk=5)
+    assert [t.shape for t in stats.topk] == [(24, 5), (24, 5)] and stats.lse.requires_grad
+    compiled = torch.compile(vpcce.linear_stats, fullgraph=True, backend="aot_eager")(hidden, weight, target, topk=5)
+    assert torch.equal(compiled.topk.ids, stats.topk.ids) and compiled.lse.requires_grad
+    assert not compiled.topk.logprobs.requires_grad and not stats.topk.logprobs.requires_grad
+    for k, error in ((0, ValueError), (65, ValueError), (2.0, TypeError), (True, TypeError)):
+        with pytest.raises(error, match="linear_stats: .*k"):
+            vpcce.linear_stats(hidden, weight, target, topk=k)
         with pytest.raises(error, match="linear_topk: "):
             vpcce.linear_topk(hidden, weight, k)
+    with pytest.raises(TypeError, match="linear_topk: k must be an int, got NoneType"):
+        vpcce.linear_topk(hidden, weight, None)
     with pytest.raises(ValueError, match="at most the vocabulary's 8 ids, got 9"):
         vpcce.linear_topk(hidden, weight[:8], 9)

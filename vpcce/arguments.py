@@ -18,6 +18,7 @@ from vpcce.policy import exact, resolve
 from vpcce.settings import Settings
 
 MAX_IDS_PER_TOKEN = 64
+MAX_TOPK = 64
 REDUCTIONS = ("mean", "sum", "none")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -55,6 +56,7 @@ def prepare(
     sequence_parallel: bool,
     entropy: bool = False,
     argmax: bool = False,
+    topk: int | None = None,
     logit_sum: bool = False,
     class_weight: Tensor | None = None,
     several_ids: bool = False,
@@ -86,6 +88,7 @@ def prepare(
         tokens = target if per_token is None else target[..., 0]
         _check_sizes(who, hidden, weight, tokens, bias, shard, collectives.size(group), sequence_parallel)
         check_options(who, ignore_index, softcap, logit_scale)
+        _check_topk(who, topk, shard.vocab_size)
         if isinstance(logit_scale, Tensor) and logit_scale.device != weight.device:
             raise ValueError(f"{who}: logit_scale is on {logit_scale.device}, expected weight's {weight.device}")
         _check_main_grad(who, main_grad, weight)
@@ -119,6 +122,7 @@ def prepare(
         ignore_index=ignore_index,
         entropy=entropy,
         argmax=argmax,
+        topk=topk or 0,
         logit_sum=logit_sum,
         marks=wants_grad and any(policy.kind != "exact" for policy in policies),
         hidden_grad=hidden_grad,
@@ -252,6 +256,17 @@ def check_options(who: str, ignore_index, softcap, logit_scale) -> None:
         _check_number(who, "logit_scale", logit_scale, "a float or a 0-dim tensor")
         if not -math.inf < logit_scale < math.inf:
             raise ValueError(f"{who}: logit_scale must be finite, got {logit_scale}")
+
+
+def _check_topk(who: str, k, vocab_size: int) -> None:
+    if k is None:
+        return
+    if not isinstance(k, int) or isinstance(k, bool):
+        raise TypeError(f"{who}: k must be an int, got {type(k).__name__}")
+    if not 1 <= k <= MAX_TOPK:
+        raise ValueError(f"{who}: expected 1 <= k <= {MAX_TOPK}, got {k}")
+    if k > vocab_size:
+        raise ValueError(f"{who}: expected k of at most the vocabulary's {vocab_size} ids, got {k}")
 
 
 def check_loss_options(who: str, reduction, label_smoothing=0.0, z_loss=0.0) -> None:

@@ -33,8 +33,8 @@ class HeadStats(torch.autograd.Function):
         output = Outputs(*(next(given) if want else None for want in wanted))
         ctx.save_for_backward(*operands, output.lse, output.entropy, output.marks, output.seed, output.weight_sum)
         ctx.options, ctx.main_grad = options, main_grad
-        others = (output.argmax, output.marks, output.seed, output.weight_sum, output.divisor)
-        ctx.mark_non_differentiable(*(part for part in others if part is not None))
+        detached = (*output[output._fields.index("argmax") :],)
+        ctx.mark_non_differentiable(*(part for part in detached if part is not None))
         ctx.set_materialize_grads(False)
         return tuple(output)
 

@@ -29,6 +29,13 @@ from vpcce.settings import fingerprint
 from vpcce.targets import next_tokens
 
 
+class TopK(NamedTuple):
+    """The largest first; of equal logits any may come first, but the same on all ranks."""
+
+    logprobs: Tensor  # [..., k] fp32, never above 0, detached; -inf where fewer than k ids have a probability
+    ids: Tensor  # [..., k] int64, global; any id where the log-probability is -inf
+
+
 class LinearStats(NamedTuple):
     """Per-token statistics of the logits, in the tokens' shape; 0 for ignored tokens."""
 
@@ -36,6 +43,7 @@ class LinearStats(NamedTuple):
     target_logit: Tensor  # fp32, in the target's shape, never above lse; differentiable
     entropy: Tensor | None  # fp32, entropy of the softmax in nats; differentiable
     argmax: Tensor | None  # int64, global id of the largest logit, the lowest of equals
+    topk: TopK | None = None
 
 
 def linear_stats(
@@ -52,6 +60,7 @@ def linear_stats(
     sequence_parallel: bool = False,
     entropy: bool = False,
     argmax: bool = False,
+    topk: int | None = None,
     main_grad: Tensor | None = None,
     reduce_hidden_grad: bool = True,
     lora: LoRA | None = None,
@@ -67,6 +76,7 @@ def linear_stats(
         target_logit = logits.gather(-1, target[..., None])[..., 0]
         entropy = torch.distributions.Categorical(logits=logits).entropy()
         argmax = logits.argmax(-1)
+        topk = logits.log_softmax(-1).topk(topk)
 
     over the whole vocabulary of all ranks. Neither the logits nor their gradient are ever materialised. The accuracy
     of teacher-forced predictions is `(stats.argmax == target)[target != ignore_index].float().mean()`.
@@ -86,6 +96,9 @@ def linear_stats(
         backward: "auto", `exact()`, `filtered()`, `sampled()`, or a pair (policy of dE, policy of dC).
         sequence_parallel: hidden is this rank's part of the tokens, split along the first dimension.
         entropy, argmax: compute these too.
+        topk: k in 1 to 64, at most vocab_size: return the k most likely ids and their log-probabilities too, without a
+            gradient. On a GPU it needs, for the time of the call, an eighth of a byte per logit of this rank (bf16;
+            half a byte for fp32) and at most 256 * k bytes per token.
         main_grad: [V_local, D] buffer of its own memory, fp32, bf16 or weight's dtype; the backward adds dC to it in
             place and weight's own gradient stays None, as trainers with gradient buffers want it.
         reduce_hidden_grad: False leaves dE as this rank's part, for a caller that sums over the ranks itself.
@@ -102,7 +115,7 @@ def linear_stats(
     return stats_of(
         "linear_stats", hidden, weight, target, bias=bias, shard=shard, ignore_index=ignore_index, softcap=softcap,
         logit_scale=logit_scale, backward=backward, sequence_parallel=sequence_parallel, entropy=entropy, argmax=argmax,
-        main_grad=main_grad, reduce_hidden_grad=reduce_hidden_grad, lora=lora,
+        topk=topk, main_grad=main_grad, reduce_hidden_grad=reduce_hidden_grad, lora=lora,
     )  # fmt: skip
 
 
@@ -243,17 +256,16 @@ def linear_logprobs(
     return logprobs if stats.entropy is None else (logprobs, stats.entropy)
 
 
-def stats_of(
-    who: str, hidden: Tensor, weight: Tensor, target: Tensor, *, entropy: bool = False, argmax: bool = False, **options
-) -> LinearStats:
+def stats_of(who: str, hidden: Tensor, weight: Tensor, target: Tensor, **options) -> LinearStats:
     """`linear_stats` for the function `who`, whose name stands in errors."""
-    call = prepare(who, hidden, weight, target, entropy=entropy, argmax=argmax, several_ids=True, **options)
+    call = prepare(who, hidden, weight, target, several_ids=True, **options)
     run = _run(call)
     return LinearStats(
         run.lse.view(call.shape),
         run.target_logit.view(target.shape),
         None if run.entropy is None else run.entropy.view(call.shape),
         None if run.argmax is None else run.argmax.view(call.shape),
+        None if run.topk_ids is None else TopK(*(t.detach().view(*call.shape, t.shape[1]) for t in run.topk)),
     )
 
 

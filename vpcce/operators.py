@@ -1,7 +1,8 @@
 """Statistics of a vocabulary-parallel head and their gradient: the only place where kernels meet collectives.
 
 One rank's backend (Triton kernels, or PyTorch on slices of the vocabulary) answers for its shard; one all-gather of
-three to five numbers per token merges the answers. With M = max over ranks of the local maxima m_r:
+three to five numbers per token, and of 2 k more for the k most likely ids, merges the answers. With M = max
+over ranks of the local maxima m_r:
 
     lse = M + log(sum_r s_r * exp(m_r - M))          target_logit = sum_r target_logit_r
     entropy = lse - sum_r px_r * exp(m_r - M) / exp(lse - M)
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor
 
 from vpcce import reference
-from vpcce.kernels.problem import Head, Marks, Merged, Sampling, StatsLayout
+from vpcce.kernels.problem import Head, Marks, Merged, Sampling, StatsLayout, best_of_ranks
 from vpcce.lora import LoRA, described, grad_of_a, low_rank
 from vpcce.parallel import agreement, collectives
 from vpcce.row_terms import linear_logit_sum, merge_bounds, merge_ranks, row_gradients
@@ -78,15 +79,17 @@ def _forward(
     want_sum = how.logit_sum and softcap is not None
     part = backend.local_stats(
         tokens, head, rows.local, n_rows=rows.count, entropy=how.entropy, argmax=how.argmax, logit_sum=want_sum,
-        sampling=sampling,
+        sampling=sampling, topk=how.topk,
     )  # fmt: skip
     packed, layout, weight_sum = part.packed, part.layout, None
     if how.logit_sum and not want_sum:
         logit_sum, weight_sum = linear_logit_sum(tokens, head, uses_kernels(hidden))
         packed, layout = torch.cat([packed, logit_sum[None]]), layout._replace(logit_sum=True)
-    merged = _merge(packed, layout, group, target, how, rows)
+    ranks = packed if group is None else collectives.gather_stats(packed, group)  # without a group, one view less
+    merged = _merge(ranks, layout, target, how, rows)
+    topk = _topk(ranks, layout, merged.lse, rows) if how.topk else (None, None)
     marks = (None, None, None) if sampling is None else (part.marks.bits, sampling.seed, weight_sum)
-    outputs = Outputs(*merged, *marks, None if how.ignore_index is None else rows.divisor())
+    outputs = Outputs(*merged, *topk, *marks, None if how.ignore_index is None else rows.divisor())
     return [output for output in outputs if output is not None]
 
 
@@ -98,15 +101,22 @@ class Outputs(NamedTuple):
     entropy: Tensor | None  # [N]
     logit_sum: Tensor | None  # [N]
     argmax: Tensor | None  # [N] int64, global ids
+    topk_logprobs: Tensor | None  # [N, k], the largest first
+    topk_ids: Tensor | None  # [N, k] int64, global
     marks: Tensor | None  # the backend's
     seed: Tensor | None  # [] int64
     weight_sum: Tensor | None  # [D], the shard's column_weight @ weight: with marks and a linear logit_sum
     divisor: Tensor | None  # [] int32, how many tokens count, but at least 1; with an ignore_index
 
+    @property
+    def topk(self) -> tuple[Tensor, Tensor]:
+        return self.topk_logprobs, self.topk_ids
+
     @staticmethod
     def wanted(how: Settings, softcap: float | None) -> tuple[bool, ...]:
+        topk, marks = (how.topk > 0,) * 2, (how.marks,) * 2
         with_sum = how.marks and how.logit_sum and softcap is None
-        optional = (how.entropy, how.logit_sum, how.argmax, how.marks, how.marks, with_sum)
+        optional = (how.entropy, how.logit_sum, how.argmax, *topk, *marks, with_sum)
         return (True, True, *optional, how.ignore_index is not None)
 
 
@@ -121,6 +131,9 @@ def _fake_forward(
     outputs += [torch.empty_like(per_token) for wanted in (how.entropy, how.logit_sum) if wanted]
     if how.argmax:
         outputs.append(hidden.new_empty(n, dtype=torch.int64))
+    if how.topk:
+        outputs.append(hidden.new_empty(n, how.topk, dtype=dtype))
+        outputs.append(hidden.new_empty(n, how.topk, dtype=torch.int64))
     if how.marks:
         outputs.append(hidden.new_empty(_backend(hidden).marks_shape(n, how.n_valid), dtype=torch.int32))
         outputs.append(hidden.new_empty((), dtype=torch.int64))
@@ -271,13 +284,19 @@ def _backend(tensor: Tensor):
     return local
 
 
-def _merge(packed: Tensor, layout: StatsLayout, group, target: Tensor, how: Settings, rows: Rows) -> Merged:
+def _merge(ranks: Tensor, layout: StatsLayout, target: Tensor, how: Settings, rows: Rows) -> Merged:
     if not rows.by_kernels:
-        return merge_ranks(collectives.gather_stats(packed, group), layout, target, how, rows)
+        return merge_ranks(ranks if ranks.dim() == 3 else ranks[None], layout, target, how, rows)
     from vpcce.kernels import merge
 
-    ranks = packed if group is None else collectives.gather_stats(packed, group)  # without a group, one view less
     return merge.merge_ranks(ranks, layout, how.vocab_size, rows.index, rows.count)
+
+
+def _topk(ranks: Tensor, layout: StatsLayout, lse: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """(log-probabilities, global ids), [N, k] in the order of the tokens."""
+    logits, ids = best_of_ranks(ranks if ranks.dim() == 3 else ranks[None], layout)
+    logprobs = (rows.spread(logits) - lse[:, None]).clamp(max=0.0)  # the two are sums in different orders
+    return logprobs, rows.spread(ids)
 
 
 def _row_gradients(grads, lse: Tensor, entropy: Tensor | None, target: Tensor, rows: Rows):

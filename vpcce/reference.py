@@ -40,6 +40,7 @@ def local_stats(
     argmax: bool = False,
     logit_sum: bool = False,
     sampling: Sampling | None = None,
+    topk: int = 0,
 ) -> LocalStats:
     """max, sum of exp, target logit and what else is asked for, over this shard."""
     dtype = operand_dtype(hidden, head)
@@ -52,11 +53,17 @@ def local_stats(
     expected = torch.zeros_like(top) if entropy else None
     weighted = torch.zeros_like(top) if logit_sum else None
     best = torch.zeros(n, dtype=torch.int64, device=hidden.device) if argmax else None
+    likely = rows.new_full((n, topk), -torch.inf)
+    likely_ids = torch.zeros(n, topk, dtype=torch.int64, device=hidden.device)
     for start, stop in _slices(n, head.weight.shape[0]):
         x = _logits(rows, head, slice(start, stop))
         peak, where = x.max(1)
         if best is not None:
             best = torch.where(peak > top, where + start, best)
+        if topk:
+            part, place = x.topk(min(topk, stop - start), 1)
+            likely, order = torch.cat([likely, part], 1).topk(topk, 1)
+            likely_ids = torch.cat([likely_ids, place + start], 1).gather(1, order)
         new_top = torch.maximum(top, peak)
         shift = torch.where(new_top.isinf(), 0.0, new_top)
         rescale = torch.exp(top - shift)
@@ -75,7 +82,7 @@ def local_stats(
         top = new_top
     return LocalStats.pack(
         top, total, target_logit.view(target.shape), head.start, expected=expected, argmax=best, logit_sum=weighted,
-        marks=_no_marks(sampling),
+        marks=_no_marks(sampling), topk=(likely, likely_ids) if topk else None,
     )  # fmt: skip
 
 

@@ -31,6 +31,7 @@ class Settings(NamedTuple):
     ignore_index: int | None  # None: every token counts
     entropy: bool
     argmax: bool
+    topk: int  # k, 0 for none
     logit_sum: bool
     marks: bool  # a sampled or filtered backward will follow
     hidden_grad: bool  # these four decide which collectives the backward has

@@ -60,11 +60,6 @@ def options(hidden: Tensor, v: int, device: str) -> dict[str, tuple[Callable[...
     def adapted(h, w, t, backward):  # plain has dC, this has the two narrow gradients in its place
         return vpcce.linear_cross_entropy(h, w.detach(), t, backward=backward, lora=lora)
 
-    def with_topk(h, w, t, backward):
-        with torch.no_grad():
-            vpcce.linear_topk(h, w, 8)
-        return vpcce.linear_cross_entropy(h, w, t, backward=backward)
-
     made = {
         "bias": with_options(bias=bias),
         "softcap": with_options(softcap=1000.0),
@@ -76,8 +71,8 @@ def options(hidden: Tensor, v: int, device: str) -> dict[str, tuple[Callable[...
         "linear_logprobs": logprobs,
         "entropy": with_stats(lambda s: (s.lse - s.target_logit - 0.01 * s.entropy).mean(), entropy=True),
         "argmax": with_stats(lambda s: (s.lse - s.target_logit).mean(), argmax=True),
+        "topk, k = 8": with_stats(lambda s: (s.lse - s.target_logit).mean(), topk=8),
         "lora, rank 16, weight frozen": adapted,
-        "linear_topk beside the loss, k = 8": with_topk,
     }
     return {name: (option, half if "logit_scale" in name else hidden) for name, option in made.items()}
 
