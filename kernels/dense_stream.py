@@ -4,8 +4,8 @@ Whether there are too many marks for lists is known on the device only, so every
 nearly always each program reads `dense == 0` and leaves. One launch, small memory and no host time matter here; where
 the exact policy is asked for, `backward_dense` is faster.
 
-Where dE is fp32 it is its own sum. Otherwise what rounding leaves over lies in `spare`, or where dC will be, at the end
-of its storage, and the columns of dC under it follow in a second launch.
+Where dE is fp32 it is its own sum. Otherwise it holds the upper 16 bits of its sums; the lower ones lie in `spare`, or
+where dC will be, at the end of its storage, and the columns of dC under them follow in a second launch.
 """
 
 import torch
@@ -26,7 +26,7 @@ from .tiles import (
     scale_tensor,
 )
 
-RING_BYTES = 32 << 20  # G of two slices
+RING_BYTES = 32 << 20  # G of two slices; half as many beside main_grad, where every buffer is memory beyond dE
 MIN_WIDTH = 512  # columns of a slice, whatever they take: every slice reads and writes dE's sums
 
 
@@ -56,28 +56,28 @@ def dense_stream(
         run(hidden_grad, row_index, weight_grad, bias_grad, accumulate=accumulate)
         return
     in_weight_grad = spare is weight_grad
-    remainder = _remainder(hidden_grad, spare, most=spare.nbytes // 2 if in_weight_grad else spare.nbytes)
-    if remainder is None:
-        remainder = torch.empty(hidden_grad.shape, dtype=torch.bfloat16, device=hidden.device)
+    lower_half = _at_the_end(spare, hidden_grad.shape, most=spare.nbytes // 2 if in_weight_grad else spare.nbytes)
+    if lower_half is None:
+        lower_half = torch.empty(hidden_grad.shape, dtype=torch.int16, device=hidden.device)
         in_weight_grad = False
     stop = None
     if in_weight_grad:
-        stop = (remainder.data_ptr() - weight_grad.data_ptr()) // (weight_grad.shape[1] * weight_grad.element_size())
+        stop = (lower_half.data_ptr() - weight_grad.data_ptr()) // (weight_grad.shape[1] * weight_grad.element_size())
         stop = stop // 16 * 16
-    run(hidden_grad, row_index, weight_grad, bias_grad, remainder=remainder, stop=stop, accumulate=accumulate)
+    run(hidden_grad, row_index, weight_grad, bias_grad, lower_half=lower_half, stop=stop, accumulate=accumulate)
     if stop is not None:
         run(None, None, weight_grad, bias_grad, start=stop)
 
 
-def _remainder(hidden_grad: Tensor, spare: Tensor, most: int) -> Tensor | None:
-    """bf16 like hidden_grad at the end of spare's memory, 16-byte aligned; None if it takes more than `most` bytes."""
+def _at_the_end(spare: Tensor, shape: torch.Size, most: int) -> Tensor | None:
+    """int16 of that shape at the end of spare's memory, 16-byte aligned; None if it takes more than `most` bytes."""
     memory = spare.view(-1).view(torch.uint8)
-    size = 2 * hidden_grad.numel()
+    size = 2 * shape.numel()
     start = memory.numel() - size
     start -= (memory.data_ptr() + start) % 16
     if start < 0 or memory.numel() - start > most:
         return None
-    return memory[start : start + size].view(torch.bfloat16).view(hidden_grad.shape)
+    return memory[start : start + size].view(torch.int16).view(shape)
 
 
 class _Stream:
@@ -93,7 +93,7 @@ class _Stream:
         self.programs = multiprocessors(hidden.device)
 
     def __call__(
-        self, hidden_grad, row_index, weight_grad, bias_grad, *, remainder: Tensor | None = None, start: int = 0,
+        self, hidden_grad, row_index, weight_grad, bias_grad, *, lower_half: Tensor | None = None, start: int = 0,
         stop: int | None = None, accumulate=False, low_rank=False,
     ) -> None:  # fmt: skip
         """dE of all columns from `start` on; dC and dbias of those before `stop`.
@@ -107,7 +107,8 @@ class _Stream:
         n_blocks = ceil_div(self.n, t.block_m)
         n_columns = head.weight.shape[0] - start
         step = max(t.block_m, t.block_n)
-        width = max(RING_BYTES // (2 * n_blocks * t.block_m * self.dtype.itemsize), MIN_WIDTH) // step * step
+        ring_bytes = RING_BYTES // 2 if accumulate else RING_BYTES
+        width = max(ring_bytes // (2 * n_blocks * t.block_m * self.dtype.itemsize), MIN_WIDTH) // step * step
         width = min(width, ceil_div(n_columns, step) * step)
         slices = ceil_div(n_columns, width)
         ring = torch.empty(2 * n_blocks * t.block_m * width, dtype=self.dtype, device=device)
@@ -123,14 +124,15 @@ class _Stream:
             self.dense, h.source, w.source, low_hidden, low_weight, h_factor.source, w_factor.source,
             _from(head.bias, start), self.scale, _from(head.column_weight, start), self.target, self.lse, rows.softmax,
             rows.target, rows.softmax_logit, rows.constant, self.unit, self.n_rows, row_index, ring, hidden_grad,
-            remainder, _from(weight_grad, start), _from(bias_grad, start), counters, counters[1:],
+            lower_half, _from(weight_grad, start), _from(bias_grad, start), counters, counters[1:],
             counters[1 + slices :], self.n, n_columns, n_columns if stop is None else stop - start, start, n_blocks,
             h.stride_row, h.stride_col, w.stride_row, w.stride_col, h_factor.stride_row, w_factor.stride_row,
             head.softcap or 1.0,
             D=self.d, D_OUT=d_out, RANK=rank, HAS_SOFTCAP=head.softcap is not None, ACCUMULATE=accumulate, WIDTH=width,
             BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k, BLOCK_D=block_d, TMA_HIDDEN=h.tma,
             TMA_WEIGHT=w.tma, TMA_HIDDEN_FACTOR=h_factor.tma, TMA_WEIGHT_FACTOR=w_factor.tma,
-            DTYPE=TL_DTYPE[self.dtype], PRECISION="ieee", num_warps=t.num_warps, num_stages=t.num_stages,
+            DTYPE=TL_DTYPE[self.dtype], PRECISION="ieee", THREADS=32 * t.num_warps, num_warps=t.num_warps,
+            num_stages=t.num_stages,
         )  # fmt: skip
 
 

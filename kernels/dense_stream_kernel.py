@@ -8,15 +8,15 @@ counter; G of two slices has room at a time:
 
 What an item waits for has a smaller ticket, so a running program has taken it: waits end, however many programs run
 at once. G is read and written through L2 by ordinary loads and stores, ordered by the counters. dE is summed in
-the order of the slices: no atomics on data, bitwise repeatable. Where dE is half precision its sum is two numbers, dE
-itself and what its rounding left over.
+the order of the slices: no atomics on data, bitwise repeatable. Where dE has 16 bits, they hold the upper half of its
+fp32 sum until the last slice.
 """
 
 import triton
 import triton.language as tl
 
 from .logit_gradient import logit_gradient
-from .tickets import signal, wait_for
+from .tickets import draw, number_of, signal, wait_for
 from .tiles import add_low_rank, count_rows, load_scale, load_tile
 
 
@@ -43,7 +43,7 @@ def dense_stream_kernel(
     row_index_ptr,  # [N] int64 where row i of dE belongs, or None
     ring_ptr,  # [2, row blocks * BLOCK_M, WIDTH], G
     hidden_grad_ptr,  # [N, D_OUT] out, dE, or None
-    remainder_ptr,  # [N, D_OUT] bf16: sum - dE; None for an fp32 dE, which is its own sum
+    lower_half_ptr,  # [N, D_OUT] int16, of the bits of dE's sum; None for an fp32 dE, which is its own sum
     weight_grad_ptr,  # [V, D_OUT] out, or None
     bias_grad_ptr,  # [V] fp32, added to, or None
     ticket_ptr,  # [1] int32, zero
@@ -77,6 +77,7 @@ def dense_stream_kernel(
     TMA_WEIGHT_FACTOR: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
+    THREADS: tl.constexpr,  # of a program
 ):
     if tl.load(dense_ptr) == 0:
         return
@@ -97,8 +98,9 @@ def dense_stream_kernel(
         n_hidden = n_blocks * N_D
     per_step = n_gradient + n_weight + n_hidden
     n_items = (tl.cdiv(n_columns, WIDTH) + 1) * per_step
-    item = tl.atomic_add(ticket_ptr, 1, sem="relaxed")
+    item = number_of(draw(ticket_ptr, THREADS), THREADS)
     while item < n_items:
+        next_item = draw(ticket_ptr, THREADS)
         step = item // per_step
         sub = item % per_step
         if sub < n_gradient:
@@ -195,13 +197,22 @@ def dense_stream_kernel(
                             to = tl.load(row_index_ptr + rows, mask=rows < n_counting, other=0)
                         at = to[:, None] * D_OUT + columns[None, :]
                         acc *= unit
-                        if done > 0:
-                            acc += tl.load(hidden_grad_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
-                            if remainder_ptr is not None:
-                                acc += tl.load(remainder_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
-                        rounded = acc.to(hidden_grad_ptr.dtype.element_ty)
-                        tl.store(hidden_grad_ptr + at, rounded, mask=mask)
-                        if remainder_ptr is not None:
-                            tl.store(remainder_ptr + at, (acc - rounded.to(tl.float32)).to(tl.bfloat16), mask=mask)
+                        if lower_half_ptr is None:
+                            if done > 0:
+                                acc += tl.load(hidden_grad_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
+                            tl.store(hidden_grad_ptr + at, acc, mask=mask)
+                        else:
+                            upper_half = hidden_grad_ptr.to(tl.pointer_type(tl.int16)) + at
+                            if done > 0:
+                                upper = tl.load(upper_half, mask=mask, other=0, cache_modifier=".cg").to(tl.int32)
+                                lower = tl.load(lower_half_ptr + at, mask=mask, other=0, cache_modifier=".cg")
+                                bits = (upper << 16) | (lower.to(tl.int32) & 0xFFFF)
+                                acc += bits.to(tl.float32, bitcast=True)
+                            if (done + 1) * WIDTH < n_columns:
+                                bits = acc.to(tl.int32, bitcast=True)
+                                tl.store(upper_half, (bits >> 16).to(tl.int16), mask=mask)
+                                tl.store(lower_half_ptr + at, bits.to(tl.int16), mask=mask)
+                            else:
+                                tl.store(hidden_grad_ptr + at, acc.to(hidden_grad_ptr.dtype.element_ty), mask=mask)
             signal(used_ptr + done)
-        item = tl.atomic_add(ticket_ptr, 1, sem="relaxed")
+        item = number_of(next_item, THREADS)

@@ -17,7 +17,7 @@ from .tiles import Tile, ceil_div
 # (architecture, bytes per operand) -> kernel -> parameters
 TABLE: dict[tuple[str, int], dict[str, Tile]] = {
     ("sm90", 2): {
-        "forward": Tile(128, 256, 64, 8, 3),
+        "forward": Tile(128, 256, 64, 8, 4),
         "gradient": Tile(128, 256, 64, 8, 3),
         "product": Tile(128, 256, 64, 8, 3),
     },

@@ -64,6 +64,8 @@ def logit_gradient(
             onehot = target[:, None] == columns[None, :]
             g = tl.where(onehot, g + target_grad[:, None], g)
             g = tl.where(_kept_tiles(p, onehot, counts, inside, filter_eps, BLOCK_M, BLOCK_N)[None, :], g, 0.0)
+        elif HAS_SOFTCAP:  # a branch would keep x beside g in registers, for the slope below
+            g = tl.where(target[:, None] == columns[None, :], g + target_grad[:, None], g)
         elif tl.max(here.to(tl.int32), 0) > 0:  # one tile in eight at 256,000 columns
             g = tl.where(target[:, None] == columns[None, :], g + target_grad[:, None], g)
     if constant_ptr is not None:

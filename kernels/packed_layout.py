@@ -16,7 +16,7 @@ from .packed_table import launch_processors
 
 SUPER_BLOCK = 4  # row blocks that share a coin
 MAX_ROUNDS = 12
-ARENA_BYTES = 40 << 20  # G of one round, where it has memory of its own
+ARENA_BYTES = 36 << 20  # G of one round, where it has memory of its own
 EXTRA_BYTES = 20 << 20  # G behind dC's storage: the last group's has no later columns to lie in
 GROUP_DENSITY = 0.07  # of marked pairs, up to which the last group's G fits into EXTRA_BYTES (to 73,000 tokens in half)
 SPARSE_GROUP, DENSE_GROUP = 16384, 4096  # most columns of a group: below LARGE_VOCABULARY more of them are kept

@@ -137,7 +137,7 @@ def test_topk_compiles_and_fits(dtype, shape, k, rank, target):
     for usage in usages:
         assert usage.shared <= SHARED_LIMIT[target], usage
         if usage.spills is not None:  # gfx942's compiler does not say
-            assert usage.spills <= SPILL_LIMIT[target][1 if rank else 0], usage
+            assert usage.spills <= SPILL_LIMIT[target][0 if dtype != torch.float32 and not rank else 1], usage
     if target == "sm90" and k == 8 and dtype == torch.bfloat16:
         assert all(usage.spills == 0 for usage in usages)
 

@@ -59,9 +59,9 @@ class Problem:
 
 WAYS = {
     "dE is its own sum": dict(hidden_dtype=FP32),
-    "remainders where dC will be": dict(v=1500),
-    "remainders under nearly half of dC": dict(v=620),
-    "few columns: remainders in memory of their own": dict(v=100),
+    "lower halves where dC will be": dict(v=1500),
+    "lower halves under nearly half of dC": dict(v=620),
+    "few columns: lower halves in memory of their own": dict(v=100),
     "into main_grad": dict(main_grad=True),
     "into main_grad, no memory to spare": dict(main_grad=True, spare=0),
     "dE alone": dict(wants_weight=False),
@@ -107,7 +107,7 @@ def test_other_dtypes(dtype):
 
 @pytest.mark.parametrize("d", [1, 2, 3, 5])
 def test_rows_shorter_than_the_alignment(d):
-    """dE's remainders begin at a multiple of 16 bytes in dC's storage, and the columns before them are dC's."""
+    """dE's lower halves begin at a multiple of 16 bytes in dC's storage, and the columns before them are dC's."""
     problem = Problem(3, 999, d, BF16)
     d_hidden, d_weight = torch.zeros(3, d, dtype=BF16), torch.zeros(999, d, dtype=BF16)
     true_weight = torch.zeros(999, d)

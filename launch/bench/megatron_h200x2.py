@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "h200x2-megatron.json"
 IDENTITY = ("part", "model", "method", "loss", "vocabulary", "micro_batch")
 LOSSES = ("megatron", "vpcce")
-MICRO_BATCHES = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+MICRO_BATCHES = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96)
 ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -58,39 +58,30 @@ def head(arguments) -> None:
     save(torchrun("megatron_head.py", "--repeats", arguments.repeats, timeout=arguments.timeout))
 
 
-def train_once(arguments, loss: str, vocabulary: int, micro_batch: int, steps: int) -> dict | None:
-    options = ["--loss", loss, "--vocabulary", vocabulary, "--micro-batch", micro_batch, "--steps", steps]
+def train_rows(arguments, loss: str, vocabulary: int, micro_batches: tuple[int, ...], steps: int) -> list[dict]:
+    options = ["--loss", loss, "--vocabulary", vocabulary, "--steps", steps, "--micro-batch", *micro_batches]
     if arguments.corpus:
         options += ["--corpus", arguments.corpus]
     rows = torchrun("megatron_train.py", *options, timeout=arguments.timeout)
-    row = rows[0] if rows else None
-    print({key: value for key, value in (row or {}).items() if key != "losses"}, flush=True)
-    return row
+    for row in rows:
+        print({key: value for key, value in row.items() if key != "losses"}, flush=True)
+    return rows
 
 
 def train(arguments) -> None:
     for vocabulary in arguments.vocabularies:
         for loss in LOSSES:
-            row = train_once(arguments, loss, vocabulary, arguments.micro_batch, arguments.steps)
-            if row is not None:
-                save([row])
+            save(train_rows(arguments, loss, vocabulary, (arguments.micro_batch,), arguments.steps))
     plot()
 
 
 def largest(arguments) -> None:
-    """Bisection over MICRO_BATCHES with three steps each: out of memory above the answer, not below it."""
+    """One model takes micro-batch after micro-batch, three steps each, until the memory ends."""
     for vocabulary in arguments.vocabularies:
         for loss in LOSSES:
-            best, fits, too_large = None, -1, len(MICRO_BATCHES)
-            while too_large - fits > 1:
-                middle = (fits + too_large) // 2
-                row = train_once(arguments, loss, vocabulary, MICRO_BATCHES[middle], steps=3)
-                if row is not None and "error" not in row:
-                    fits, best = middle, row
-                else:
-                    too_large = middle
-            size = best["micro_batch"] if best else None
-            peak = best["peak_mb"] if best else None
+            rows = train_rows(arguments, loss, vocabulary, MICRO_BATCHES, steps=3)
+            best = max((row for row in rows if "error" not in row), key=lambda row: row["micro_batch"], default={})
+            size, peak = best.get("micro_batch"), best.get("peak_mb")
             save([dict(part="largest", loss=loss, vocabulary=vocabulary, largest_micro_batch=size, peak_mb=peak)])
 
 

@@ -11,6 +11,7 @@ that ranks stay together. A row has, in ms and MiB,
     gradients_mb            dE and dC themselves
     error_dE, error_dC      |x - truth| / |truth|, truth the fp32 softmax (measure.py), of rank 0's rows
     overlap                 of the profiled step: ms of NCCL kernels, and ms of them while another kernel runs
+    timeline                kernels of at least 0.05 ms of that step on rank 0: name, start and end in ms, stream
     one_gpu_ms              total_ms of the same method with the whole vocabulary on one GPU (vpcce only)
 """
 
@@ -108,16 +109,23 @@ def times(f: Callable[[], object], repeats: int) -> float:
     return slower(statistics.median(measured))
 
 
-def overlap(step: Callable[[], object]) -> dict[str, float] | None:
-    """How much of the collectives' time passes while another kernel runs."""
+def profiled(step: Callable[[], object]) -> dict[str, object]:
+    """How much of the collectives' time passes while another kernel runs, and the timeline that shows it."""
     if not torch.cuda.is_available():
-        return None
+        return {}
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as record:
         step()
         measure.synchronize()
-    spans = [(e.time_range.start, e.time_range.end, "nccl" in e.name.lower()) for e in record.events()]
+    kernels = sorted(record.events(), key=lambda e: e.time_range.start)
+    spans = [(e.time_range.start, e.time_range.end, "nccl" in e.name.lower()) for e in kernels]
+    began = spans[0][0]
+    timeline = [
+        [e.name[:48], round((start - began) / 1e3, 3), round((end - began) / 1e3, 3), stream_of(e)]
+        for e, (start, end, _) in zip(kernels, spans, strict=True)
+        if end - start >= 50
+    ]
     work = sorted((start, end) for start, end, is_nccl in spans if not is_nccl and end > start)
     collective = covered = 0.0
     for start, end, is_nccl in spans:
@@ -130,7 +138,11 @@ def overlap(step: Callable[[], object]) -> dict[str, float] | None:
             if high > low:
                 covered += high - low
                 reached = high
-    return dict(collective_ms=collective / 1e3, under_other_work_ms=covered / 1e3)
+    return dict(overlap=dict(collective_ms=collective / 1e3, under_other_work_ms=covered / 1e3), timeline=timeline)
+
+
+def stream_of(event) -> int:
+    return getattr(event, "device_resource_id", event.thread)  # older profilers call it a thread
 
 
 def one_gpu_ms(name: str, hidden, whole, target, repeats: int) -> float:
@@ -166,7 +178,7 @@ def run(name: str, hidden, weight, target, shard, repeats: int, truth) -> dict[s
     row["gradients_mb"] = gradients * hidden.element_size() / measure.MIB
     row["forward_ms"] = times(lambda: loss_of(hidden, target), repeats)
     row["total_ms"] = times(step, repeats)
-    row["overlap"] = overlap(step)
+    row |= profiled(step)
     hidden.grad = weight.grad = None
     return row
 
@@ -196,6 +208,8 @@ def main():
         n, v, d = SHAPES[model]
         dtype = torch.bfloat16 if on_gpu else torch.float32
         hidden, whole, target = lm_like.lm_like(n, v, d, dtype=dtype, device=device)
+        for tensor in (hidden, whole, target):  # two chips may round, and then draw, differently
+            dist.broadcast(tensor, 0)
         shard = vpcce.VocabShard.split(v, dist.group.WORLD)
         hidden.requires_grad_()
         truth = None if arguments.no_truth else measure.truth_of(hidden, whole, target)

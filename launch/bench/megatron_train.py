@@ -135,7 +135,6 @@ def tokens_of(arguments) -> np.ndarray:
 
 def train(arguments, record) -> None:
     from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     tp = dist.get_world_size()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
@@ -145,7 +144,15 @@ def train(arguments, record) -> None:
         model_parallel_cuda_manual_seed(1234)
     ddp, optimizer = wrap(make_model(arguments, tp), arguments)
     tokens = tokens_of(arguments)
-    length, size = arguments.sequence, arguments.micro_batch
+    for size in arguments.micro_batch:
+        steps(arguments, ddp, optimizer, tokens, size, record)
+
+
+def steps(arguments, ddp, optimizer, tokens, size: int, record) -> None:
+    """Trains with micro-batches of `size` sequences and records one row; out of memory, the row says so."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    length, tp = arguments.sequence, dist.get_world_size()
     starts = np.random.default_rng(0).integers(0, len(tokens) - length - 1, (arguments.steps, size))
     positions = torch.arange(length, device=device()).expand(size, length)
 
@@ -183,6 +190,7 @@ def train(arguments, record) -> None:
         losses.append(done[0]["loss"].item())
     bytes_each = 2 if torch.cuda.is_available() else 4
     record(
+        micro_batch=size,
         losses=[round(loss, 5) for loss in losses],
         step_ms=statistics.median(seconds[10:] or seconds) * 1e3,
         tokens_per_second=size * length / statistics.median(seconds[10:] or seconds),
@@ -200,7 +208,7 @@ def main():
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--width", type=int, default=WIDTH)
     parser.add_argument("--sequence", type=int, default=SEQUENCE)
-    parser.add_argument("--micro-batch", type=int, default=4)
+    parser.add_argument("--micro-batch", type=int, nargs="+", default=[4], help="one row each, in this order")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     arguments = parser.parse_args()
@@ -214,8 +222,8 @@ def main():
 
     def record(**values) -> None:
         row = dict(
-            part="train", loss=arguments.loss, vocabulary=arguments.vocabulary, micro_batch=arguments.micro_batch,
-            sequence=arguments.sequence, steps=arguments.steps, layers=arguments.layers, width=arguments.width,
+            part="train", loss=arguments.loss, vocabulary=arguments.vocabulary, sequence=arguments.sequence,
+            steps=arguments.steps, layers=arguments.layers, width=arguments.width,
             corpus=arguments.corpus.name if arguments.corpus else "byte pairs of the standard library",
         )  # fmt: skip
         with arguments.out.open("a") as f:
