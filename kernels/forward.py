@@ -31,10 +31,10 @@ from .coin import COIN_BLOCKS, coin_thresholds
 from .launch_table import choose_splits, launch_parameters
 from .marks import mark_reference, mark_targets, marks_shape, store_marks
 from .problem import Head, LocalStats, Marks, Sampling, StatsLayout, as_float_bits
+from .softcap import LOG2E, any_tanh, capped_exponentials
 from .target_logit import write_target_logits
 from .tiles import (
     LN2,
-    LOG2E,
     ROW_BLOCK,
     TL_DTYPE,
     Source,
@@ -51,6 +51,7 @@ from .tiles import (
     multiprocessors,
     rows_in_cache,
     scale_tensor,
+    scaled_of,
 )
 from .topk import GroupMaxima, store_group_maxima, write_topk
 
@@ -91,7 +92,8 @@ def forward_kernel(
     HAS_SOFTCAP: tl.constexpr,
     LOGIT_SUM: tl.constexpr,
     COIN_BLOCKS: tl.constexpr,
-    EVEN: tl.constexpr,  # the last tile of columns is a whole one
+    EVEN: tl.constexpr,  # the last tile of columns is a whole one (gfx942's compiler refuses it beside group maxima)
+    CAPPED: tl.constexpr,  # there is a softcap, and max and sum are all that is asked for
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -135,35 +137,43 @@ def forward_kernel(
         bias = None
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
-        x = logits_of(acc, bias, scale, softcap, HAS_SOFTCAP)
-        if LOGIT_SUM:
-            share = inside.to(tl.float32)
-            if column_weight_ptr is not None:
-                share = tl.load(column_weight_ptr + columns, mask=inside, other=0.0)
-            logit_sum += tl.sum(x * share[None, :], 1)
-        if not EVEN:
-            x = tl.where(inside[None, :], x, -float("inf"))
-        if group_max_ptr is not None:
-            n_groups = tl.cdiv(n_columns, BLOCK_N) * 8
-            peak = store_group_maxima(group_max_ptr, n_groups, rows, counts, tile, x, BLOCK_M, BLOCK_N)
+        if CAPPED:
+            u = scaled_of(acc, bias, scale) * (1.0 / softcap)
+            top = tl.max(u if EVEN else tl.where(inside[None, :], u, -float("inf")), 1)
+            m_new = tl.maximum(m, any_tanh(top) * (softcap * LOG2E))  # tanh is monotonous
+            s_tile = capped_exponentials(u, inside, softcap * LOG2E, m_new, EVEN)
         else:
-            peak = tl.max(x, 1)
-        if argmax_ptr is not None:
-            first = tl.min(tl.where(x == peak[:, None], columns[None, :], n_columns), 1)
-            argmax = tl.where(peak * LOG2E > m, first, argmax)
-        if lower_bound_ptr is not None:  # with the sum so far: nothing here waits for the exponentials below
-            reference = mark_reference(lower_bound, m, s)
-            reference = tl.where(counts, reference, float("inf"))
-            coin_group = (row_block // COIN_BLOCKS).to(tl.int64)
-            threshold = tl.load(threshold_ptr + coin_group * n_columns + columns, mask=inside, other=float("inf"))
-            store_marks(bits_ptr, n_words, row_block, tile, x, reference, threshold, BLOCK_M, BLOCK_N)
-        m_new = tl.maximum(m, peak * LOG2E)
+            x = logits_of(acc, bias, scale, softcap, HAS_SOFTCAP)
+            if LOGIT_SUM:
+                share = inside.to(tl.float32)
+                if column_weight_ptr is not None:
+                    share = tl.load(column_weight_ptr + columns, mask=inside, other=0.0)
+                logit_sum += tl.sum(x * share[None, :], 1)
+            if not EVEN:
+                x = tl.where(inside[None, :], x, -float("inf"))
+            if group_max_ptr is not None:
+                n_groups = tl.cdiv(n_columns, BLOCK_N) * 8
+                peak = store_group_maxima(group_max_ptr, n_groups, rows, counts, tile, x, BLOCK_M, BLOCK_N)
+            else:
+                peak = tl.max(x, 1)
+            if argmax_ptr is not None:
+                first = tl.min(tl.where(x == peak[:, None], columns[None, :], n_columns), 1)
+                argmax = tl.where(peak * LOG2E > m, first, argmax)
+            if lower_bound_ptr is not None:  # with the sum so far: nothing here waits for the exponentials below
+                reference = mark_reference(lower_bound, m, s)
+                reference = tl.where(counts, reference, float("inf"))
+                coin_group = (row_block // COIN_BLOCKS).to(tl.int64)
+                threshold = tl.load(threshold_ptr + coin_group * n_columns + columns, mask=inside, other=float("inf"))
+                store_marks(bits_ptr, n_words, row_block, tile, x, reference, threshold, BLOCK_M, BLOCK_N)
+            m_new = tl.maximum(m, peak * LOG2E)
         shift = tl.where(m_new == -float("inf"), 0.0, m_new)
-        e = tl.exp2(x * LOG2E - shift[:, None])
         rescale = tl.exp2(m - shift)
-        s = s * rescale + tl.sum(e, 1)
-        if expected_ptr is not None:
-            expected = expected * rescale + tl.sum(tl.where(e > 0.0, e * x, 0.0), 1)
+        if not CAPPED:
+            e = tl.exp2(x * LOG2E - shift[:, None])
+            s_tile = tl.sum(e, 1)
+            if expected_ptr is not None:
+                expected = expected * rescale + tl.sum(tl.where(e > 0.0, e * x, 0.0), 1)
+        s = s * rescale + s_tile
         m = m_new
     out = split.to(tl.int64) * n + rows
     tl.store(max_ptr + out, m, mask=counts)
@@ -288,6 +298,7 @@ def forward_stats(
     h = Source(hidden, tile.block_m, tile.block_k)
     w = Source(head.weight, tile.block_n, tile.block_k)
     low_hidden, low_weight, rank = low_rank_arguments(head)
+    capped = head.softcap is not None and not (entropy or argmax or logit_sum or topk or sampling)
     forward_kernel[(n_blocks * splits,)](
         h.source, w.source, low_hidden, low_weight, head.bias, scale_tensor(head), head.column_weight, n_rows,
         part_max, part_sum, part_expected, part_argmax, part_logit_sum,
@@ -295,7 +306,8 @@ def forward_stats(
         n, n_columns, h.stride_row, h.stride_col, w.stride_row, w.stride_col, head.softcap or 1.0,
         n_blocks, splits, group or rows_in_cache(n, d, hidden.element_size()), tiles_per_split, n_words,
         D=d, RANK=rank, HAS_SOFTCAP=head.softcap is not None, LOGIT_SUM=logit_sum, COIN_BLOCKS=COIN_BLOCKS,
-        EVEN=n_columns % tile.block_n == 0, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        EVEN=n_columns % tile.block_n == 0 and not topk, CAPPED=capped,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         TMA_HIDDEN=h.tma, TMA_WEIGHT=w.tma, DTYPE=TL_DTYPE[dtype], PRECISION="ieee",
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip

@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from .tiles import LOG2E, logits_of
+from .softcap import LOG2E, capped_gradient, soft_capped
+from .tiles import scaled_of
 
 
 @triton.jit
@@ -48,34 +49,45 @@ def logit_gradient(
     bias = None
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
-    x = logits_of(product, bias, scale, softcap, HAS_SOFTCAP)
+    z = scaled_of(product, bias, scale)
     lse = tl.load(lse_ptr + rows, mask=counts, other=float("inf")) * LOG2E
-    p = tl.exp2(x * LOG2E - lse[:, None])
-    per_row = (tl.load(softmax_ptr + rows, mask=counts, other=0.0) * factor)[:, None]
-    if softmax_logit_ptr is not None:
-        slope = tl.load(softmax_logit_ptr + rows, mask=counts, other=0.0) * factor
-        per_row = per_row + slope[:, None] * tl.where(p > 0.0, x, 0.0)
-    g = p * per_row
-    for k in range(PER_TOKEN):
-        target = (tl.load(target_ptr + rows * PER_TOKEN + k, mask=counts, other=-1) - first_column).to(tl.int32)
-        target_grad = tl.load(target_grad_ptr + rows * PER_TOKEN + k, mask=counts, other=0.0) * factor
-        here = (target >= column) & (target < column + BLOCK_N)
-        if FILTER:
-            onehot = target[:, None] == columns[None, :]
-            g = tl.where(onehot, g + target_grad[:, None], g)
-            g = tl.where(_kept_tiles(p, onehot, counts, inside, filter_eps, BLOCK_M, BLOCK_N)[None, :], g, 0.0)
-        elif HAS_SOFTCAP:  # a branch would keep x beside g in registers, for the slope below
-            g = tl.where(target[:, None] == columns[None, :], g + target_grad[:, None], g)
-        elif tl.max(here.to(tl.int32), 0) > 0:  # one tile in eight at 256,000 columns
-            g = tl.where(target[:, None] == columns[None, :], g + target_grad[:, None], g)
-    if constant_ptr is not None:
-        constant = (tl.load(constant_ptr + rows, mask=counts, other=0.0) * factor)[:, None]
-        if column_weight_ptr is not None:
-            constant = constant * tl.load(column_weight_ptr + columns, mask=inside, other=0.0)[None, :]
-        g += constant
-    if HAS_SOFTCAP:
-        ratio = x * (1.0 / softcap)
-        g *= 1.0 - ratio * ratio
+    softmax = tl.load(softmax_ptr + rows, mask=counts, other=0.0) * factor
+    CAPPED: tl.constexpr = HAS_SOFTCAP and not FILTER and PER_TOKEN == 1
+    if CAPPED and softmax_logit_ptr is None and constant_ptr is None:
+        target = (tl.load(target_ptr + rows, mask=counts, other=-1) - first_column).to(tl.int32)
+        target_grad = tl.load(target_grad_ptr + rows, mask=counts, other=0.0) * factor
+        u = z * (1.0 / softcap)
+        g = capped_gradient(u, softcap * LOG2E, lse, softmax, target, target_grad, column, BLOCK_N)
+    else:
+        x = z
+        if HAS_SOFTCAP:
+            x = soft_capped(z, softcap)
+        p = tl.exp2(x * LOG2E - lse[:, None])
+        per_row = softmax[:, None]
+        if softmax_logit_ptr is not None:
+            slope = tl.load(softmax_logit_ptr + rows, mask=counts, other=0.0) * factor
+            per_row = per_row + slope[:, None] * tl.where(p > 0.0, x, 0.0)
+        g = p * per_row
+        for k in range(PER_TOKEN):
+            target = (tl.load(target_ptr + rows * PER_TOKEN + k, mask=counts, other=-1) - first_column).to(tl.int32)
+            target_grad = tl.load(target_grad_ptr + rows * PER_TOKEN + k, mask=counts, other=0.0) * factor
+            here = (target >= column) & (target < column + BLOCK_N)
+            if FILTER:
+                onehot = target[:, None] == columns[None, :]
+                g = tl.where(onehot, g + target_grad[:, None], g)
+                g = tl.where(_kept_tiles(p, onehot, counts, inside, filter_eps, BLOCK_M, BLOCK_N)[None, :], g, 0.0)
+            elif HAS_SOFTCAP:  # a branch would keep x beside g in registers, for the slope below
+                g = tl.where(target[:, None] == columns[None, :], g + target_grad[:, None], g)
+            elif tl.max(here.to(tl.int32), 0) > 0:  # one tile in eight at 256,000 columns
+                g = tl.where(target[:, None] == columns[None, :], g + target_grad[:, None], g)
+        if constant_ptr is not None:
+            constant = (tl.load(constant_ptr + rows, mask=counts, other=0.0) * factor)[:, None]
+            if column_weight_ptr is not None:
+                constant = constant * tl.load(column_weight_ptr + columns, mask=inside, other=0.0)[None, :]
+            g += constant
+        if HAS_SOFTCAP:
+            ratio = x * (1.0 / softcap)
+            g *= 1.0 - ratio * ratio
     if row + BLOCK_M > n_counting:
         g = tl.where(counts[:, None], g, 0.0)
     return g

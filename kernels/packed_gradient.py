@@ -24,7 +24,8 @@ from .pack import (
     PLAN_SPILL,
     PLAN_STORAGE_SHIFT,
 )
-from .tiles import LOG2E, add_low_rank, soft_capped
+from .softcap import LOG2E, soft_capped
+from .tiles import add_low_rank
 
 
 @triton.jit

@@ -20,10 +20,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .problem import Head, RowGradients
+from .softcap import soft_capped
 
 ROW_BLOCK = 128
 HIDDEN_CACHE_BYTES = 40 << 20  # of L2, for hidden rows that are read again and again; an H200 has 60 MB
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
@@ -52,34 +52,22 @@ def load_tile(
 
 
 @triton.jit
-def logits_of(product, bias, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Natural-log logits of a tile of products; `bias` broadcasts over rows; it and `scale` may be None."""
-    x = product
+def scaled_of(product, bias, scale):
+    """z of a tile of products, before a softcap; `bias` broadcasts over rows; it and `scale` may be None."""
+    z = product
     if bias is not None:
-        x += bias
+        z += bias
     if scale is not None:
-        x = x * scale
-    if HAS_SOFTCAP:
-        x = soft_capped(x, softcap)
-    return x
+        z = z * scale
+    return z
 
 
 @triton.jit
-def soft_capped(z, softcap):
-    """softcap * tanh(z / softcap).
-
-    Where no |z| of the tile exceeds softcap / 2, tanh(u) / u is a polynomial in u^2 (relative error 6e-7): an
-    exponential and a reciprocal per logit would take as long as a tenth of the matrix product.
-    """
-    u = z * (1.0 / softcap)
-    if tl.max(tl.abs(u)) <= 0.5:
-        square = u * u
-        x = (-0.04440222680568695 * softcap) * square + 0.13190296292304993 * softcap
-        x = x * square - 0.33326318860054016 * softcap
-        x = (x * square + 0.999999463558197 * softcap) * u
-    else:
-        root = tl.rsqrt(1.0 + tl.exp2(u * (2.0 * LOG2E)))
-        x = softcap - 2.0 * softcap * root * root
+def logits_of(product, bias, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Natural-log logits of a tile of products."""
+    x = scaled_of(product, bias, scale)
+    if HAS_SOFTCAP:
+        x = soft_capped(x, softcap)
     return x
 
 
