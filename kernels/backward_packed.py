@@ -232,20 +232,17 @@ class _Work:
         """dC slab by slab into the storage that G is leaving."""
         at = self.layout
         programs, blocks = packed_launch("stream", self.device, self.dtype)
-        parts_of_slab = triton.cdiv(self.d, blocks["BLOCK_D"])
-        n_parts = at.n_slabs * parts_of_slab
-        group_slabs = at.group_columns // at.slab_columns
+        n_parts = at.n_slabs * triton.cdiv(self.d, blocks["BLOCK_D"])
         ring = torch.zeros(RING, at.slab_columns, blocks["BLOCK_D"], dtype=torch.float32, device=self.device)
-        counters = torch.zeros(1 + 2 * n_parts, dtype=torch.int32, device=self.device)
-        ticket, added, rounded = counters.split([1, n_parts, n_parts])
+        counters = torch.zeros(1 + 2 * n_parts + at.n_groups, dtype=torch.int32, device=self.device)
+        ticket, added, rounded, groups = counters.split([1, n_parts, n_parts, at.n_groups])
         packed_stream_kernel[(programs,)](
             self.hidden, at.storage, at.extra, self.unit, at.dense, at.plan[0], self.marks.bits, self.kept_bits,
             self.word_start, self.union, self.union_start, self.union_count, self.touched, self.n_rows,
-            self.constant_hidden, self.head.column_weight, ring, ticket, added, rounded, out, self.n,
-            self.hidden.stride(0), self.n_words, at.n_slabs, self.n_columns, at.n_super, D=self.d,
-            SLAB=at.slab_columns, GROUP_SLABS=group_slabs, RING=RING, LAG=LAG, SLOTS=4,
-            ROUND_ROWS=min(512, at.slab_columns), ROUND_STEP=32, THREADS=32 * blocks["num_warps"],
-            EARLIER=triton.next_power_of_2(RING + group_slabs * parts_of_slab), **blocks,
+            self.constant_hidden, self.head.column_weight, ring, ticket, added, rounded, groups, out,
+            self.n, self.hidden.stride(0), self.n_words, at.n_slabs, self.n_columns, at.n_super, D=self.d,
+            SLAB=at.slab_columns, GROUP_SLABS=at.group_columns // at.slab_columns, RING=RING, LAG=LAG, SLOTS=4,
+            ROUND_ROWS=min(512, at.slab_columns), ROUND_STEP=32, **blocks,
         )  # fmt: skip
 
     def bias_grad(self, r: int, out: Tensor) -> None:

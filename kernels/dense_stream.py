@@ -131,8 +131,7 @@ class _Stream:
             D=self.d, D_OUT=d_out, RANK=rank, HAS_SOFTCAP=head.softcap is not None, ACCUMULATE=accumulate, WIDTH=width,
             BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k, BLOCK_D=block_d, TMA_HIDDEN=h.tma,
             TMA_WEIGHT=w.tma, TMA_HIDDEN_FACTOR=h_factor.tma, TMA_WEIGHT_FACTOR=w_factor.tma,
-            DTYPE=TL_DTYPE[self.dtype], PRECISION="ieee", THREADS=32 * t.num_warps, num_warps=t.num_warps,
-            num_stages=t.num_stages,
+            DTYPE=TL_DTYPE[self.dtype], PRECISION="ieee", num_warps=t.num_warps, num_stages=t.num_stages,
         )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .logit_gradient import logit_gradient
-from .tickets import draw, number_of, signal, wait_for
+from .tickets import signal, wait_for
 from .tiles import add_low_rank, count_rows, load_scale, load_tile
 
 
@@ -77,7 +77,6 @@ def dense_stream_kernel(
     TMA_WEIGHT_FACTOR: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
-    THREADS: tl.constexpr,  # of a program
 ):
     if tl.load(dense_ptr) == 0:
         return
@@ -98,9 +97,8 @@ def dense_stream_kernel(
         n_hidden = n_blocks * N_D
     per_step = n_gradient + n_weight + n_hidden
     n_items = (tl.cdiv(n_columns, WIDTH) + 1) * per_step
-    item = number_of(draw(ticket_ptr, THREADS), THREADS)
+    item = tl.atomic_add(ticket_ptr, 1, sem="relaxed")
     while item < n_items:
-        next_item = draw(ticket_ptr, THREADS)
         step = item // per_step
         sub = item % per_step
         if sub < n_gradient:
@@ -215,4 +213,4 @@ def dense_stream_kernel(
                             else:
                                 tl.store(hidden_grad_ptr + at, acc.to(hidden_grad_ptr.dtype.element_ty), mask=mask)
             signal(used_ptr + done)
-        item = number_of(next_item, THREADS)
+        item = tl.atomic_add(ticket_ptr, 1, sem="relaxed")

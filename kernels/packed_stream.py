@@ -22,7 +22,7 @@ import triton.language as tl
 from .pack import PLAN_LAST, word_of
 from .packed_gradient import load_arena
 from .packed_products import column_products
-from .tickets import draw, number_of, signal, wait_for, wait_for_all
+from .tickets import signal, wait_for
 
 
 @triton.jit
@@ -47,6 +47,7 @@ def packed_stream_kernel(
     ticket_ptr,  # [1] int32, zero
     added_ptr,  # [parts] int32, zeros
     rounded_ptr,  # [parts] int32, zeros
+    group_ptr,  # [groups] int32, zeros: adds that are done
     out_ptr,  # [V, D] contiguous
     n,
     stride_hidden,
@@ -65,8 +66,6 @@ def packed_stream_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    THREADS: tl.constexpr,  # of a program
-    EARLIER: tl.constexpr,  # at least the parts that a round waits for
 ):
     if tl.load(dense_ptr) != 0:
         return
@@ -87,9 +86,8 @@ def packed_stream_kernel(
     n_adds = n_super * SLOTS
     per_step = n_adds + ROUNDS
     n_items = (n_parts + LAG) * per_step
-    item = number_of(draw(ticket_ptr, THREADS), THREADS)
+    item = tl.atomic_add(ticket_ptr, 1, sem="relaxed")
     while item < n_items:
-        next_item = draw(ticket_ptr, THREADS)
         step = item // per_step
         sub = item % per_step
         if sub < n_adds:
@@ -117,14 +115,15 @@ def packed_stream_kernel(
                     out = part_ptr + (column - slab * SLAB)[:, None] * BLOCK_D + offs_part[None, :]
                     tl.atomic_add(out, acc, mask=inside[:, None], sem="relaxed")
                 signal(added_ptr + step)
+                signal(group_ptr + slab // GROUP_SLABS)
         else:
             part = step - LAG
             if part >= 0:
                 wait_for(added_ptr + part, n_adds)
                 slab = part // N_D
                 group = slab // GROUP_SLABS
-                first_part = tl.maximum(group - GROUPS_BACK, 0) * GROUP_PARTS
-                wait_for_all(added_ptr, first_part, group * GROUP_PARTS, n_adds, EARLIER)
+                for earlier in range(tl.maximum(group - GROUPS_BACK, 0), group):
+                    wait_for(group_ptr + earlier, n_adds * GROUP_PARTS)
                 offs_part = tl.arange(0, BLOCK_D)
                 offs_d = part % N_D * BLOCK_D + offs_part
                 in_d = offs_d < D
@@ -150,4 +149,4 @@ def packed_stream_kernel(
                     out = out_ptr + column.to(tl.int64)[:, None] * D + offs_d[None, :]
                     tl.store(out, x.to(out_ptr.dtype.element_ty), mask=valid[:, None] & in_d[None, :])
                 signal(rounded_ptr + part)
-        item = number_of(next_item, THREADS)
+        item = tl.atomic_add(ticket_ptr, 1, sem="relaxed")

@@ -32,7 +32,7 @@ def small_tiles(monkeypatch):
         "gradient": dict(BLOCK_N=128, BLOCK_K=128),
         "hidden": dict(BLOCK_K=128, BLOCK_D=128),
         "weight": dict(BLOCK_N=128, BLOCK_K=128, BLOCK_D=128),
-        "stream": dict(BLOCK_N=128, BLOCK_K=128, BLOCK_D=64, num_warps=4),
+        "stream": dict(BLOCK_N=128, BLOCK_K=128, BLOCK_D=64),
     }
     monkeypatch.setattr(backward_packed, "packed_launch", lambda kernel, device, dtype: (2, dict(blocks[kernel])))
     monkeypatch.setattr(packed_layout, "DENSE_GROUP", 1024)
