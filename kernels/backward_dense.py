@@ -45,7 +45,7 @@ from .tiles import (
     scale_tensor,
 )
 
-WORKSPACE_BYTES = 32 << 20  # G of a slice that lies in no lent storage; `slices` may double it
+WORKSPACE_BYTES = 32 << 20  # G of a slice that lies in no lent storage; `slices` may take more
 
 
 @triton.jit

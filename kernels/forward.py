@@ -18,8 +18,8 @@ repeatable.
   exponentials of this one are computed; not with a low-rank product, see `add_low_rank`.
 
 Optional results cost a pass over the tile's registers each: sum of exp(x - m) * x for the entropy, the first column
-of the maximum, the weighted sum of logits, marks for the sampled backward. The maxima of groups of columns, from which
-`topk` goes on, are a step on the way to the tile's own.
+of the maximum, the weighted sum of logits, marks for the sampled backward, the maxima of groups of columns from which
+`topk` goes on.
 """
 
 import torch
@@ -31,10 +31,9 @@ from .coin import COIN_BLOCKS, coin_thresholds
 from .launch_table import choose_splits, launch_parameters
 from .marks import mark_reference, mark_targets, marks_shape, store_marks
 from .problem import Head, LocalStats, Marks, Sampling, StatsLayout, as_float_bits
-from .softcap import LOG2E, any_tanh, capped_exponentials
+from .softcap import any_tanh, capped_exponentials
 from .target_logit import write_target_logits
 from .tiles import (
-    LN2,
     ROW_BLOCK,
     TL_DTYPE,
     Source,
@@ -54,6 +53,7 @@ from .tiles import (
     scaled_of,
 )
 from .topk import GroupMaxima, store_group_maxima, write_topk
+from .units import LN2, LOG2E
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def forward_kernel(
     lower_bound_ptr,  # [N] natural-log, or None without marks
     threshold_ptr,  # [coin groups, V]
     bits_ptr,  # [row blocks, words]
-    group_max_ptr,  # [N, groups] out, base 2, or None
+    group_max_ptr,  # [N, groups] out, see `topk`, or None
     n,
     n_columns,
     stride_hidden_row,
@@ -92,7 +92,7 @@ def forward_kernel(
     HAS_SOFTCAP: tl.constexpr,
     LOGIT_SUM: tl.constexpr,
     COIN_BLOCKS: tl.constexpr,
-    EVEN: tl.constexpr,  # the last tile of columns is a whole one (gfx942's compiler refuses it beside group maxima)
+    EVEN: tl.constexpr,  # the last tile of columns is a whole one
     CAPPED: tl.constexpr,  # there is a softcap, and max and sum are all that is asked for
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -153,19 +153,18 @@ def forward_kernel(
                 x = tl.where(inside[None, :], x, -float("inf"))
             if group_max_ptr is not None:
                 n_groups = tl.cdiv(n_columns, BLOCK_N) * 8
-                peak = store_group_maxima(group_max_ptr, n_groups, rows, counts, tile, x, BLOCK_M, BLOCK_N)
-            else:
-                peak = tl.max(x, 1)
+                store_group_maxima(group_max_ptr, n_groups, rows, counts, tile, x, BLOCK_M, BLOCK_N)
+            peak = tl.max(x, 1)
             if argmax_ptr is not None:
                 first = tl.min(tl.where(x == peak[:, None], columns[None, :], n_columns), 1)
                 argmax = tl.where(peak * LOG2E > m, first, argmax)
+            m_new = tl.maximum(m, peak * LOG2E)
             if lower_bound_ptr is not None:  # with the sum so far: nothing here waits for the exponentials below
                 reference = mark_reference(lower_bound, m, s)
                 reference = tl.where(counts, reference, float("inf"))
                 coin_group = (row_block // COIN_BLOCKS).to(tl.int64)
                 threshold = tl.load(threshold_ptr + coin_group * n_columns + columns, mask=inside, other=float("inf"))
                 store_marks(bits_ptr, n_words, row_block, tile, x, reference, threshold, BLOCK_M, BLOCK_N)
-            m_new = tl.maximum(m, peak * LOG2E)
         shift = tl.where(m_new == -float("inf"), 0.0, m_new)
         rescale = tl.exp2(m - shift)
         if not CAPPED:
@@ -306,7 +305,7 @@ def forward_stats(
         n, n_columns, h.stride_row, h.stride_col, w.stride_row, w.stride_col, head.softcap or 1.0,
         n_blocks, splits, group or rows_in_cache(n, d, hidden.element_size()), tiles_per_split, n_words,
         D=d, RANK=rank, HAS_SOFTCAP=head.softcap is not None, LOGIT_SUM=logit_sum, COIN_BLOCKS=COIN_BLOCKS,
-        EVEN=n_columns % tile.block_n == 0 and not topk, CAPPED=capped,
+        EVEN=n_columns % tile.block_n == 0, CAPPED=capped,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         TMA_HIDDEN=h.tma, TMA_WEIGHT=w.tma, DTYPE=TL_DTYPE[dtype], PRECISION="ieee",
         num_warps=tile.num_warps, num_stages=tile.num_stages,

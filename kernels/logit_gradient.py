@@ -3,8 +3,9 @@
 import triton
 import triton.language as tl
 
-from .softcap import LOG2E, capped_gradient, soft_capped
+from .softcap import capped_gradient, soft_capped
 from .tiles import scaled_of
+from .units import LOG2E
 
 
 @triton.jit

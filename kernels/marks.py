@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .coin import ROW_BLOCK
-from .softcap import LOG2E
+from .units import LOG2E
 
 WORD_TILE = 256  # columns of eight words
 SLACK: tl.constexpr = tl.constexpr(2.0**-6)

@@ -24,8 +24,9 @@ from .pack import (
     PLAN_SPILL,
     PLAN_STORAGE_SHIFT,
 )
-from .softcap import LOG2E, soft_capped
+from .softcap import soft_capped
 from .tiles import add_low_rank
+from .units import LOG2E
 
 
 @triton.jit

@@ -9,7 +9,7 @@ operation for the whole tile before the next.
 import triton
 import triton.language as tl
 
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+from .units import LOG2E
 
 map_elementwise = tl.map_elementwise
 if triton.knobs.runtime.interpret:  # it has none; functions without branches do the same to tensors as to elements
@@ -35,8 +35,9 @@ def small_tanh(u):
 
 @triton.jit
 def any_tanh(u):
+    """The same numbers as `small_tanh` where both hold: whichever a kernel takes, forward and backward agree."""
     root = tl.rsqrt(1.0 + tl.exp2(u * (2.0 * LOG2E)))
-    return 1.0 - 2.0 * root * root
+    return tl.where(tl.abs(u) <= 0.5, small_tanh(u), 1.0 - 2.0 * root * root)
 
 
 @triton.jit
@@ -61,7 +62,10 @@ def _any_exponential(u, to_base_2, shift):
 
 @triton.jit
 def capped_exponentials(u, inside, to_base_2, shift, EVEN: tl.constexpr):
-    """Sum over the columns of 2^(tanh(u) * to_base_2 - shift)."""
+    """[rows]: sum over the columns of 2^(tanh(u) * to_base_2 - shift).
+
+    The sum is inside the branches: the exponentials would live beside u behind them, in twice the registers.
+    """
     if has_small(u):
         e = map_elementwise(_small_exponential, u, to_base_2, shift[:, None])
         s = tl.sum(e if EVEN else tl.where(inside[None, :], e, 0.0), 1)
@@ -85,11 +89,11 @@ def _any_gradient(u, to_base_2, lse, softmax, target, target_grad, column):
 
 
 @triton.jit
-def capped_gradient(u, to_base_2, lse, softmax, target, target_grad, first_column, BLOCK_N: tl.constexpr):
+def capped_gradient(u, to_base_2, lse, softmax, target, target_grad, tile_column, BLOCK_N: tl.constexpr):
     """(p * softmax + onehot * target_grad) * (1 - tanh(u)^2) of a tile, p = 2^(tanh(u) * to_base_2 - lse)."""
     lse, softmax = lse[:, None], softmax[:, None]
-    column = first_column + tl.arange(0, BLOCK_N)
-    has_target = (target >= first_column) & (target < first_column + BLOCK_N)  # one tile in eight at 256,000 columns
+    column = tile_column + tl.arange(0, BLOCK_N)
+    has_target = (target >= tile_column) & (target < tile_column + BLOCK_N)  # one tile in eight at 256,000 columns
     if has_small(u) & (tl.max(has_target.to(tl.int32), 0) == 0):
         g = map_elementwise(_small_gradient, u, to_base_2, lse, softmax)
     else:

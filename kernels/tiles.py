@@ -24,7 +24,6 @@ from .softcap import soft_capped
 
 ROW_BLOCK = 128
 HIDDEN_CACHE_BYTES = 40 << 20  # of L2, for hidden rows that are read again and again; an H200 has 60 MB
-LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit

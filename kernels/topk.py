@@ -19,9 +19,8 @@ Tokens share groups: 128 tokens with 8 picks each have 340 to 500 distinct ones 
 launch/bench/lm_like.py, 4% to 6% of the product. How many is known on the device only, and nobody waits for it.
 
 Values are ordered as 64-bit keys, (bits of the logit made monotonous) << 32 | (2^31 - 1 - index): one sort moves value
-and index, the lowest of equal columns comes first, and NaN comes before all. K is k rounded up to a power of two, for
-`tl.topk`. Memory, for the time of the call: N * V / WIDTH * 4 bytes of maxima, which with tiles of 256 columns is an
-eighth of a byte per logit, and N * K * WIDTH * 4 of candidates.
+and index. K is k rounded up to a power of two, for `tl.topk`. Memory, for the time of the call: N * V / WIDTH * 4 bytes
+of maxima, which with tiles of 256 columns is an eighth of a byte per logit, and N * K * WIDTH * 4 of candidates.
 """
 
 from dataclasses import dataclass
@@ -67,11 +66,10 @@ class GroupMaxima:
 
 @triton.jit
 def store_group_maxima(group_max_ptr, n_groups, rows, counts, tile, x, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Stores the maxima of the tile's eight groups; returns those of its rows."""
+    """Stores the maxima of the tile's eight groups."""
     maxima = tl.max(x.reshape([BLOCK_M, BLOCK_N // 8, 8]), 1)
     at = rows.to(tl.int64)[:, None] * n_groups + tile * 8 + tl.arange(0, 8)[None, :]
     tl.store(group_max_ptr + at, maxima, mask=counts[:, None])
-    return tl.max(maxima, 1)
 
 
 @triton.jit

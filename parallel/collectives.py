@@ -14,6 +14,9 @@
 The first one is `vpcce.parallel.agreement`'s, apart from the loss; `VocabShard(check=False)` removes it. Elsewhere than
 over gloo it does not exist.
 
+dE's parts are rounded to hidden's dtype before they are summed, as in Megatron: in bf16 its error grows with T, more so
+where the rows of the weight share a direction, which the parts hold and their sum does not.
+
 The statistics are gathered and merged by every rank in rank order, so all ranks hold bitwise the same numbers.
 A gather of 12 * N bytes costs one latency; a MAX followed by a SUM would cost two. Without a group (one rank owns
 the vocabulary) every function is the identity.

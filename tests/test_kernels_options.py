@@ -45,6 +45,21 @@ def test_class_weight_with_label_smoothing(options):
     compare(ours, plain, leaves, wide)
 
 
+@pytest.mark.parametrize("softcap", [30.0, 1e4, 1e12])
+@pytest.mark.parametrize("backward", [vpcce.exact(), vpcce.sampled(1e-30)], ids=["exact", "sampled"])
+def test_softcap_of_confident_tokens(backward, softcap):
+    """p - 1 of a target is small: forward, target logit and both backwards have to compute the same tanh."""
+    hidden, weight, _, target = truth.problem(40, 300, 16, torch.float32)
+    weight = torch.nn.functional.normalize(weight.detach(), dim=1)
+    hidden = (13.0 * weight[target] + 0.05 * hidden.detach()).requires_grad_()
+    leaves, wide = [hidden, weight.requires_grad_()], [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    ours = vpcce.linear_cross_entropy(*leaves, target, softcap=softcap, backward=backward)
+    plain = truth.cross_entropy(*wide, target, softcap=softcap)
+    for got, right in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(plain, wide), strict=True):
+        assert (got.double() - right).norm() <= 2e-3 * right.norm()
+    torch.testing.assert_close(ours.double(), plain, rtol=1e-3, atol=1e-6)
+
+
 @pytest.mark.parametrize("into_main", [False, True], ids=["fresh", "main_grad"])
 def test_label_smoothing_when_no_list_holds_the_marks(into_main, monkeypatch):
     """The dense backward takes over and has the smoothed part itself: it is there once, in dE, dC and dbias."""

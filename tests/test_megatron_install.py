@@ -164,7 +164,7 @@ def _bad(rank: int, kind: str):
         ("option", "TypeError", "unknown option backwards; expected some of backward, ignore_index"),
         ("policy", "TypeError", "got 'fast'"),
         ("vocabulary", "ValueError", "vocab_size must be in [1, 64], the rows of the output layer, got 65"),
-        ("softcap", "ValueError", "softcap must be positive and finite, or None, got -1.0"),
+        ("softcap", "ValueError", "softcap must lie between 1e-30 and 1e30, or be None, got -1.0"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_changes(kind, error, words):

@@ -244,8 +244,8 @@ def check_options(who: str, ignore_index, softcap, logit_scale) -> None:
         raise ValueError(f"{who}: ignore_index must fit into int64, got {ignore_index}")
     if softcap is not None:
         _check_number(who, "softcap", softcap, "a float or None")
-        if not 0 < softcap < math.inf:
-            raise ValueError(f"{who}: softcap must be positive and finite, or None, got {softcap}")
+        if not 1e-30 <= softcap <= 1e30:  # kernels divide by it in fp32
+            raise ValueError(f"{who}: softcap must lie between 1e-30 and 1e30, or be None, got {softcap}")
     if isinstance(logit_scale, Tensor):
         if logit_scale.dim() != 0 or logit_scale.dtype not in FLOATS:
             raise ValueError(

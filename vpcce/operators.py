@@ -11,7 +11,7 @@ The gradient with respect to a logit x_v of the token, given upstream gradients 
 
     d/dx_v = p_v * (g_lse + g_entropy * (lse - entropy - x_v)) + onehot_v * g_target + column_weight_v * g_logit_sum
 
-which is `RowGradients` for the backend. dE is summed over ranks in fp32 and rounded once; dC stays on its rank.
+which is `RowGradients` for the backend. Ranks sum dE in hidden's dtype (`collectives`); dC stays on its rank.
 
 A low-rank addition to the head (`vpcce.lora`) is a second pair of factors for the backend; its gradient with respect
 to hidden joins dE before the reduction.
@@ -90,7 +90,7 @@ def _forward(
     topk = _topk(ranks, layout, merged.lse, rows) if how.topk else (None, None)
     marks = (None, None, None) if sampling is None else (part.marks.bits, sampling.seed, weight_sum)
     outputs = Outputs(*merged, *topk, *marks, None if how.ignore_index is None else rows.divisor())
-    return [output for output in outputs if output is not None]
+    return [output.contiguous() for output in outputs if output is not None]  # as `_fake_forward` says
 
 
 class Outputs(NamedTuple):
