@@ -26,7 +26,7 @@ from vpcce.kernels.rows import row_gradients, select_rows, take_rows
 
 N, V = 256, 1000
 # Bytes, of the common cases and of the others.
-SPILL_LIMIT = {"sm80": (1536, 4608), "sm90": (128, 4608), "sm100": (2048, 5632)}
+SPILL_LIMIT = {"sm80": (1536, 4608), "sm90": (128, 4608), "sm100": (2048, 7680)}
 
 
 @dataclass(frozen=True)
