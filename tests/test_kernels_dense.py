@@ -389,10 +389,11 @@ def test_fake_shapes_are_the_real_ones(backward):
         step(hidden, weight, scale)
 
 
+@pytest.mark.parametrize("ignore_index", [None, -100])
 @pytest.mark.parametrize("ids", [None, 3])
-def test_outputs_are_contiguous(ids):
+def test_outputs_are_contiguous(ids, ignore_index):
     """Their fakes are, and compiled code reads results with the strides of those."""
-    hidden, weight, _, target = truth.problem(140, 505, 16, BF16, ignored=0.1)
+    hidden, weight, _, target = truth.problem(140, 505, 16, BF16)
     target = target if ids is None else target[:, None].expand(-1, ids)
-    stats = vpcce.linear_stats(hidden, weight, target, entropy=True, argmax=True, topk=3)
+    stats = vpcce.linear_stats(hidden, weight, target, ignore_index=ignore_index, entropy=True, argmax=True, topk=3)
     assert all(part.is_contiguous() for part in (*stats[:4], *stats.topk))

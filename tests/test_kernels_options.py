@@ -60,6 +60,17 @@ def test_softcap_of_confident_tokens(backward, softcap):
     torch.testing.assert_close(ours.double(), plain, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("peak", [0.49, 2.0], ids=["polynomial", "exponential"])
+def test_softcap_of_tiles_without_a_target(peak):
+    """Targets lie in the first tile of columns; every logit is below half of the softcap, or some are beyond it."""
+    hidden, weight, _, target = truth.problem(40, 600, 16, torch.float32)
+    target %= 100
+    softcap = (hidden @ weight.T).abs().max().item() / peak
+    leaves, wide = [hidden, weight], [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    ours = vpcce.linear_cross_entropy(*leaves, target, softcap=softcap, backward=vpcce.exact())
+    compare(ours, truth.cross_entropy(*wide, target, softcap=softcap), leaves, wide)
+
+
 @pytest.mark.parametrize("into_main", [False, True], ids=["fresh", "main_grad"])
 def test_label_smoothing_when_no_list_holds_the_marks(into_main, monkeypatch):
     """The dense backward takes over and has the smoothed part itself: it is there once, in dE, dC and dbias."""

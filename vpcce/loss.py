@@ -97,8 +97,8 @@ def linear_stats(
         sequence_parallel: hidden is this rank's part of the tokens, split along the first dimension.
         entropy, argmax: compute these too.
         topk: k in 1 to 64, at most vocab_size: return the k most likely ids and their log-probabilities too, without a
-            gradient. On a GPU it needs, for the time of the call, an eighth of a byte per logit of this rank (bf16;
-            half a byte for fp32) and at most 256 * k bytes per token.
+            gradient. On a GPU it needs, for the time of the call, an eighth of a byte per logit of this rank (bf16
+            since sm_90; a quarter before; half a byte for fp32) and at most 256 * k bytes per token.
         main_grad: [V_local, D] buffer of its own memory, fp32, bf16 or weight's dtype; the backward adds dC to it in
             place and weight's own gradient stays None, as trainers with gradient buffers want it.
         reduce_hidden_grad: False leaves dE as this rank's part, for a caller that sums over the ranks itself.

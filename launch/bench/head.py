@@ -1,6 +1,6 @@
 """Speed, memory and error of the head alone: vpcce and its peers in one run.
 
-    python launch/bench/head.py                                  everything, about 6 minutes on an H200
+    python launch/bench/head.py                                  everything, about 8 minutes on an H200
     python launch/bench/head.py --cases first --methods vpcce    a part; its rows replace older ones
     python launch/bench/head.py --cases first --methods vpcce --kernels    adds the time of each kernel
 

@@ -1,6 +1,6 @@
 """What each option of the loss costs, relative to plain loss + gradient.
 
-    python launch/bench/options.py             about 1 minute on an H200
+    python launch/bench/options.py             about 4 minutes on an H200, most of it compilation
 
 At the first shape of head.py, exact and sampled. Rows go into launch/bench/results/h200-options.json: forward_ms and
 total_ms of the option, and their ratios to the plain loss, which is timed again right before each option. The exit code
