@@ -1,7 +1,7 @@
 """Does the sampled gradient train? A small GPT from scratch on real text, under several policies.
 
     python launch/bench/tokenise.py corpus.npz FOLDER...          once, needs mistral-common
-    python launch/bench/train_small.py corpus.npz                 nine runs, under 4 minutes on an H200
+    python launch/bench/train_small.py corpus.npz                 nine runs, three at a time
     python launch/bench/train_small.py corpus.npz --save-head head.pt     and a trained head for head.py --head
 
 A decoder of 4 layers of width 512 with a head of 131,072 entries that is not tied to the embedding: most of
@@ -19,7 +19,10 @@ import math
 import statistics
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -185,6 +188,21 @@ def save_head(model: GPT, blocks: Tensor, c: Config, path: str, device: str, n: 
     )
 
 
+def runs_of_seed(
+    seed: int, policies: list[str], training: Tensor, validation: Tensor, c: Config, device: str, compiled: bool,
+    head_path: str | None,
+) -> list[dict]:  # fmt: skip
+    """One run per policy; the first one of seed 0 leaves its head."""
+    model = GPT(c).to(device)
+    body = torch.compile(model) if compiled else model
+    runs = []
+    for policy in policies:
+        runs.append(train(policy, seed, model, body, training, validation, c, device))
+        if head_path and seed == 0 and policy == policies[0]:
+            save_head(model, validation, c, head_path, device)
+    return runs
+
+
 def summarise(runs: list[dict]) -> dict[str, dict[str, float]]:
     """Mean and spread (largest minus smallest) of the final validation loss of each policy."""
     table: dict[str, list[float]] = {}
@@ -222,6 +240,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("corpus", help=".npz or .npy of token ids")
     parser.add_argument("--policies", nargs="*", default=["exact", "sampled", "filtered"], choices=POLICIES)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--processes", type=int, default=3, help="seeds that are trained at the same time")
     parser.add_argument("--save-head", metavar="PATH")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--no-compile", action="store_true", help="run the decoder eagerly")
@@ -243,16 +262,16 @@ def main(argv: list[str]) -> None:
         runs=[],
     )
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    model = GPT(c).to(device)
-    body = model if arguments.no_compile else torch.compile(model)
-    for seed in range(arguments.seeds):
-        for policy in arguments.policies:
-            run = train(policy, seed, model, body, training, validation, c, device)
-            result["runs"].append(run)
+    train_seed = partial(
+        runs_of_seed, policies=arguments.policies, training=training, validation=validation, c=c, device=device,
+        compiled=not arguments.no_compile, head_path=arguments.save_head,
+    )  # fmt: skip
+    # The host is slower than the GPU at this size, so several processes share one.
+    with ProcessPoolExecutor(arguments.processes, mp_context=get_context("spawn")) as pool:
+        for finished in as_completed([pool.submit(train_seed, seed) for seed in range(arguments.seeds)]):
+            result["runs"] = sorted(result["runs"] + finished.result(), key=lambda run: run["seed"])
             result["summary"] = summarise(result["runs"])
             arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-            if arguments.save_head and policy == arguments.policies[0] and seed == 0:
-                save_head(model, validation, c, arguments.save_head, device)
     plot(result["runs"], arguments.out.with_suffix(".png"))
     for policy, values in result["summary"].items():
         print(f"{policy:20} mean {values['mean']:.4f}  spread over seeds {values['spread']:.4f}")
