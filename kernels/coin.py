@@ -13,10 +13,10 @@ for a sure one, whose column a z-loss or an entropy bonus may still move.
 - A coin group is four row blocks (512 tokens). Sharing the coin nests the kept sets of its blocks, so dC is added to
   once per group and column; marginals, and with them the expectation, do not change. 1024 tokens would make dC's
   error three times that of bf16 rounding (measured on a Gemma 3 head), 512 leaves it at 2.4 times.
-- The forward knows only an upper bound of m. It marks a column when k < bound * 2^24 / eps, that is when
-  x - lower_bound_of_lse > log2(k * 2^-24 * eps) in base-2 units for some token. The right-hand side depends on coin
-  group and column alone: `coin_thresholds` tabulates it once, 4 bytes per (group, column), and the forward's tile
-  pays one load per column instead of a hash in each of the 32 threads that hold a part of the column.
+- The forward knows only an upper bound of m. It marks a column when k <= bound * 2^24 / eps, that is when
+  exp(x - lower_bound_of_lse) >= k * 2^-24 * eps for some token. The right-hand side depends on coin group and column
+  alone: `coin_thresholds` tabulates it once, 4 bytes per (group, column), and the forward's tile pays one load per
+  column instead of a hash in each of the 32 threads that hold a part of the column.
 - The hash is two rounds of a 32-bit finaliser (multiply, xor-shift; full avalanche), keyed twice, so that two groups
   or two seeds never share a shifted sequence. `vpcce.sampling` has the same arithmetic in PyTorch.
 """
@@ -77,12 +77,12 @@ def _thresholds_kernel(
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     key, second_key = coin_key(tl.load(seed_ptr), group)
     k = coin(key, second_key, first_column + offs)
-    threshold = tl.log2(k * (eps / COIN_LEVELS))  # k = 0: -inf, marked whatever the logit
+    threshold = k * (eps / COIN_LEVELS)  # k = 0: marked whatever the logit
     tl.store(out_ptr + group.to(tl.int64) * n_columns + offs, threshold, mask=offs < n_columns)
 
 
 def coin_thresholds(seed: Tensor, eps: float, n_rows: int, first_column: int, n_columns: int) -> Tensor:
-    """[coin groups, n_columns] fp32: log2(u * eps), what a token's log2-probability must exceed to mark the column."""
+    """[coin groups, n_columns] fp32: u * eps, the probability from which on a token marks the column."""
     n_groups = triton.cdiv(n_rows, ROW_BLOCK * COIN_BLOCKS)
     out = torch.empty(n_groups, n_columns, dtype=torch.float32, device=seed.device)
     if out.numel():

@@ -29,9 +29,9 @@ from torch import Tensor
 
 from .coin import COIN_BLOCKS, coin_thresholds
 from .launch_table import choose_splits, launch_parameters
-from .marks import mark_reference, mark_targets, marks_shape, store_marks
+from .marks import FAR, add_marks, mark_shift, mark_targets, mark_words, marks_shape
 from .problem import Head, LocalStats, Marks, Sampling, StatsLayout, as_float_bits
-from .softcap import any_tanh, capped_exponentials
+from .softcap import capped_exponentials, tanh
 from .target_logit import write_target_logits
 from .tiles import (
     ROW_BLOCK,
@@ -93,7 +93,7 @@ def forward_kernel(
     LOGIT_SUM: tl.constexpr,
     COIN_BLOCKS: tl.constexpr,
     EVEN: tl.constexpr,  # the last tile of columns is a whole one
-    CAPPED: tl.constexpr,  # there is a softcap, and max and sum are all that is asked for
+    CAPPED: tl.constexpr,  # there is a softcap, and no option needs the logits themselves
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -116,7 +116,7 @@ def forward_kernel(
     argmax = tl.zeros((BLOCK_M,), tl.int32)
     logit_sum = tl.zeros((BLOCK_M,), tl.float32)
     if lower_bound_ptr is not None:
-        lower_bound = tl.load(lower_bound_ptr + rows, mask=counts, other=float("inf")) * LOG2E
+        lower_bound = tl.load(lower_bound_ptr + rows, mask=counts, other=FAR) * LOG2E
     first_tile = split * tiles_per_split
     last_tile = tl.minimum(first_tile + tiles_per_split, tl.cdiv(n_columns, BLOCK_N))
     for tile in tl.range(first_tile, last_tile, flatten=RANK == 0):
@@ -137,11 +137,13 @@ def forward_kernel(
         bias = None
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+        if lower_bound_ptr is not None:
+            coin_group = (row_block // COIN_BLOCKS).to(tl.int64)
+            threshold = tl.load(threshold_ptr + coin_group * n_columns + columns, mask=inside, other=float("inf"))
         if CAPPED:
-            u = scaled_of(acc, bias, scale) * (1.0 / softcap)
+            u = scaled_of(acc, bias, 1.0 / softcap if scale is None else scale / softcap)
             top = tl.max(u if EVEN else tl.where(inside[None, :], u, -float("inf")), 1)
-            m_new = tl.maximum(m, any_tanh(top) * (softcap * LOG2E))  # tanh is monotonous
-            s_tile = capped_exponentials(u, inside, softcap * LOG2E, m_new, EVEN)
+            peak = tanh(top) * softcap  # tanh is monotonous
         else:
             x = logits_of(acc, bias, scale, softcap, HAS_SOFTCAP)
             if LOGIT_SUM:
@@ -158,22 +160,35 @@ def forward_kernel(
             if argmax_ptr is not None:
                 first = tl.min(tl.where(x == peak[:, None], columns[None, :], n_columns), 1)
                 argmax = tl.where(peak * LOG2E > m, first, argmax)
-            m_new = tl.maximum(m, peak * LOG2E)
-            if lower_bound_ptr is not None:  # with the sum so far: nothing here waits for the exponentials below
-                reference = mark_reference(lower_bound, m, s)
-                reference = tl.where(counts, reference, float("inf"))
-                coin_group = (row_block // COIN_BLOCKS).to(tl.int64)
-                threshold = tl.load(threshold_ptr + coin_group * n_columns + columns, mask=inside, other=float("inf"))
-                store_marks(bits_ptr, n_words, row_block, tile, x, reference, threshold, BLOCK_M, BLOCK_N)
-        shift = tl.where(m_new == -float("inf"), 0.0, m_new)
-        rescale = tl.exp2(m - shift)
-        if not CAPPED:
+        m_new = tl.maximum(m, peak * LOG2E)
+        unit = tl.where(m_new == -float("inf"), 0.0, m_new)  # of the running sums
+        shift = unit  # of this tile's exponentials
+        if lower_bound_ptr is not None:
+            shift = mark_shift(lower_bound, m, s, unit)
+        if CAPPED:
+            s_tile, words = capped_exponentials(
+                u, inside, softcap * LOG2E, shift, threshold if lower_bound_ptr is not None else None,
+                EVEN, lower_bound_ptr is not None, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+        else:
             e = tl.exp2(x * LOG2E - shift[:, None])
             s_tile = tl.sum(e, 1)
             if expected_ptr is not None:
-                expected = expected * rescale + tl.sum(tl.where(e > 0.0, e * x, 0.0), 1)
+                expected_tile = tl.sum(tl.where(e > 0.0, e * x, 0.0), 1)
+            if lower_bound_ptr is not None:
+                words = mark_words(e, threshold, BLOCK_M, BLOCK_N)
+        rescale = tl.exp2(m - unit)
+        if lower_bound_ptr is not None:
+            rescale_tile = tl.exp2(shift - unit)
+            s_tile *= rescale_tile
+            if expected_ptr is not None:
+                expected_tile *= rescale_tile
         s = s * rescale + s_tile
+        if expected_ptr is not None:
+            expected = expected * rescale + expected_tile
         m = m_new
+        if lower_bound_ptr is not None:
+            add_marks(bits_ptr, n_words, row_block, tile, words, BLOCK_M, BLOCK_N)
     out = split.to(tl.int64) * n + rows
     tl.store(max_ptr + out, m, mask=counts)
     tl.store(sum_ptr + out, s, mask=counts)
@@ -297,7 +312,7 @@ def forward_stats(
     h = Source(hidden, tile.block_m, tile.block_k)
     w = Source(head.weight, tile.block_n, tile.block_k)
     low_hidden, low_weight, rank = low_rank_arguments(head)
-    capped = head.softcap is not None and not (entropy or argmax or logit_sum or topk or sampling)
+    capped = head.softcap is not None and not (entropy or argmax or logit_sum or topk)
     forward_kernel[(n_blocks * splits,)](
         h.source, w.source, low_hidden, low_weight, head.bias, scale_tensor(head), head.column_weight, n_rows,
         part_max, part_sum, part_expected, part_argmax, part_logit_sum,

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from .softcap import capped_gradient, soft_capped
-from .tiles import scaled_of
+from .softcap import capped_gradient
+from .tiles import logits_of, scaled_of
 from .units import LOG2E
 
 
@@ -50,19 +50,16 @@ def logit_gradient(
     bias = None
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
-    z = scaled_of(product, bias, scale)
     lse = tl.load(lse_ptr + rows, mask=counts, other=float("inf")) * LOG2E
     softmax = tl.load(softmax_ptr + rows, mask=counts, other=0.0) * factor
     CAPPED: tl.constexpr = HAS_SOFTCAP and not FILTER and PER_TOKEN == 1
     if CAPPED and softmax_logit_ptr is None and constant_ptr is None:
         target = (tl.load(target_ptr + rows, mask=counts, other=-1) - first_column).to(tl.int32)
         target_grad = tl.load(target_grad_ptr + rows, mask=counts, other=0.0) * factor
-        u = z * (1.0 / softcap)
+        u = scaled_of(product, bias, 1.0 / softcap if scale is None else scale / softcap)
         g = capped_gradient(u, softcap * LOG2E, lse, softmax, target, target_grad, column, BLOCK_N)
     else:
-        x = z
-        if HAS_SOFTCAP:
-            x = soft_capped(z, softcap)
+        x = logits_of(product, bias, scale, softcap, HAS_SOFTCAP)
         p = tl.exp2(x * LOG2E - lse[:, None])
         per_row = softmax[:, None]
         if softmax_logit_ptr is not None:

@@ -2,7 +2,9 @@
 
 The forward marks a column when one of the block's 128 tokens may reach the threshold of that column:
 
-    x * log2 e - reference > threshold          reference is a lower bound of the token's log-sum-exp, in base 2
+    2^(x * log2 e - shift) >= threshold         shift is a lower bound of the token's log-sum-exp, in base 2
+
+The left-hand side is the exponential that the token's sum takes anyway, so a mark costs a compare and an addition.
 
 Packing predicates needs few instructions if the bits of one word lie in one thread. In the accumulator layout of
 tensor cores a thread holds, of each 8 neighbouring columns, the same two; so word w of a 256-column tile collects
@@ -14,9 +16,9 @@ row cross threads (a maximum over tokens of every column would shuffle 256 value
 Tiles narrower than 256 columns write 16- or 8-bit parts of the words. Bits of columns beyond the vocabulary and words
 of row blocks without tokens are undefined; readers mask them.
 
-Is the bound a bound? `reference` and x carry rounding errors, and the backward recomputes x in another order of
-additions. SLACK covers both: 2^-6 absolutely (1.6% of a probability; products whose absolute terms sum up to 2^16
-still fit) plus 2^-13 of |reference|, since a column matters only if its x is within 25 of it.
+Is the bound a bound? It and x carry rounding errors, and the backward recomputes x in another order of additions.
+SLACK covers both: 2^-6 absolutely (1.6% of a probability; products whose absolute terms sum up to 2^16 still fit)
+plus 2^-13 of the bound, since a column matters only if its x is within 25 of it.
 """
 
 import torch
@@ -25,11 +27,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .coin import ROW_BLOCK
-from .units import LOG2E
 
 WORD_TILE = 256  # columns of eight words
 SLACK: tl.constexpr = tl.constexpr(2.0**-6)
 SLACK_RELATIVE: tl.constexpr = tl.constexpr(2.0**-13)
+FAR: tl.constexpr = tl.constexpr(1e30)
 
 
 def marks_shape(n_rows: int, n_columns: int) -> tuple[int, int]:
@@ -37,38 +39,48 @@ def marks_shape(n_rows: int, n_columns: int) -> tuple[int, int]:
 
 
 @triton.jit
-def mark_reference(lower_bound, running_max, running_sum):
-    """Lower bound of each token's log-sum-exp minus the slack, base-2 units; pass +inf for rows that do not count."""
-    bound = tl.maximum(lower_bound, running_max + tl.log2(running_sum))
-    return bound - SLACK - SLACK_RELATIVE * tl.abs(bound)
+def mark_shift(lower_bound, m, s, m_new):
+    """What each token's exponentials are taken relative to, base-2 units: the largest known lower bound of its
+    log-sum-exp (the given one, the sum s * 2^m so far, or the maximum with this tile) minus the slack.
+
+    Within 60 of the maximum: sums neither overflow nor vanish, and columns marked in excess have p < 2^-60.
+    """
+    bound = tl.maximum(tl.maximum(lower_bound, m + tl.log2(s)), m_new)
+    shift = bound - SLACK - SLACK_RELATIVE * tl.abs(bound)
+    return tl.maximum(tl.minimum(shift, m_new + 60.0), m_new - 60.0)
 
 
 @triton.jit
-def store_marks(
-    bits_ptr,  # [row blocks, words] int32
-    n_words,
-    row_block,
-    tile,  # index of this tile of BLOCK_N columns
-    x,  # [128, BLOCK_N] natural-log logits
-    reference,  # [128] from `mark_reference`
+def mark_words(
+    e,  # [128, BLOCK_N] exponentials relative to `mark_shift`
     threshold,  # [BLOCK_N] from `coin_thresholds`
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Writes the tile's marks, BLOCK_N in {64, 128, 256}."""
+    """[8, 8] int32: the tile's marks of each 16 tokens, which are a warp's: they meet in memory, not at a barrier."""
+    weight = 1 << tl.arange(0, BLOCK_N // 8)
+    hit = e >= threshold[None, :]
+    bits = tl.where(hit.reshape([BLOCK_M, BLOCK_N // 8, 8]), weight[None, :, None], 0)
+    words = tl.sum(bits, 1)  # distinct bits: their sum is their union
+    return tl.reduce_or(words.reshape([8, BLOCK_M // 8, 8]), 1)
+
+
+@triton.jit
+def add_marks(
+    bits_ptr,  # [row blocks, words] int32, zeros before the first tile
+    n_words,
+    row_block,
+    tile,  # index of this tile of BLOCK_N columns
+    words,  # from `mark_words`
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Adds the tile's marks, BLOCK_N in {64, 128, 256}."""
     tl.static_assert(BLOCK_M == 128)
     PARTS: tl.constexpr = 256 // BLOCK_N
-    hit = (x * LOG2E - reference[:, None]) > threshold[None, :]
-    weight = 1 << tl.arange(0, BLOCK_N // 8)
-    bits = tl.where(hit.reshape([BLOCK_M, BLOCK_N // 8, 8]), weight[None, :, None], 0)
-    words = tl.reduce_or(tl.sum(bits, 1), 0)  # distinct bits: their sum is their union
-    offs = row_block.to(tl.int64) * n_words + (tile // PARTS) * 8 + tl.arange(0, 8)
-    if PARTS == 1:
-        tl.store(bits_ptr + offs, words)
-    elif PARTS == 2:
-        tl.store(bits_ptr.to(tl.pointer_type(tl.int16)) + offs * 2 + tile % 2, words.to(tl.int16))
-    else:
-        tl.store(bits_ptr.to(tl.pointer_type(tl.int8)) + offs * 4 + tile % 4, words.to(tl.int8))
+    at = bits_ptr + row_block.to(tl.int64) * n_words + (tile // PARTS) * 8 + tl.arange(0, 8)
+    words = words << (tile % PARTS * (BLOCK_N // 8))
+    tl.atomic_or(tl.broadcast_to(at[None, :], [8, 8]), words, mask=words != 0, sem="relaxed")
 
 
 @triton.jit

@@ -277,7 +277,7 @@ def test_frozen_sides_cost_no_product(products):
 
 @pytest.mark.parametrize("pair", [(EXACT, DROPS), (DROPS, EXACT)], ids=["FullE", "FullC"])
 def test_pairs_of_policies(pair, products):
-    """The exact side is bitwise exact()'s, the other one bitwise its own policy's; each is computed once."""
+    """The exact side is exact()'s, the other one its own policy's; each is computed once. Marks move a last bit of lse."""
     hidden, weight, _, target = truth.problem(140, 300, 16, FP32)
     target %= 100  # the other two tiles of columns have no target, and so nothing near 1
 
@@ -289,8 +289,8 @@ def test_pairs_of_policies(pair, products):
     mixed = grads(pair)
     assert sorted(products) == ["dC", "dE"]
     for got, policy, one, other in zip(mixed, pair, exact, dropped, strict=True):
-        assert torch.equal(got, one if policy is EXACT else other)
-        assert not torch.equal(one, other)
+        wanted = one if policy is EXACT else other
+        assert (got - wanted).norm() <= 1e-5 * wanted.norm() < 1e-3 * (one - other).norm()
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
