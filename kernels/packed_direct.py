@@ -210,13 +210,14 @@ def packed_direct_kernel(
     N_D: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     RUNS: tl.constexpr = (N_D + PARTS - 1) // PARTS
     STEPS: tl.constexpr = 128 // BLOCK_K
+    offs_n = tl.arange(0, BLOCK_N)
     n_tiles = _count_tiles(counts_ptr, n_lists, BLOCK_N)
     for item in range(tl.program_id(0), n_tiles * RUNS, PROGRAMS):
         first_part = item % RUNS * PARTS
         index, start, offset = _find_tile(counts_ptr, n_lists, item // RUNS, BLOCK_N)
-        offs_n = offset + tl.arange(0, BLOCK_N)
-        inside = offs_n < tl.load(counts_ptr + index)
-        column = tl.load(direct_ptr + start + offs_n, mask=inside, other=0)
+        size = tl.load(counts_ptr + index) - offset
+        inside = offs_n < size
+        column = tl.load(direct_ptr + start + offset + offs_n, mask=inside, other=0)
         super_block = index // SETS
         kept_by = index % SETS
         several = kept_by == SETS - 1
@@ -240,6 +241,9 @@ def packed_direct_kernel(
                 super_block, order, i % steps, offs_d, D, BLOCK_D, BLOCK_K, "tf32",
             )  # fmt: skip
             if i % steps == steps - 1:
+                # Again, since kept through the loop they would take registers that the product needs.
+                inside = offs_n < size
+                column = tl.load(direct_ptr + start + offset + offs_n, mask=inside, other=0)
                 x = acc
                 if unit_ptr is not None:
                     x *= unit
