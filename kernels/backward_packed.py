@@ -8,7 +8,8 @@ Where G lives, 256 bytes per pair in half precision, decides between two orders 
 
 - dC fresh in half precision: one round. dC's own storage is free until dC is written, so G lies at its end, with
   EXTRA_BYTES behind it, and is consumed from the front while finished slabs of dC overwrite it. The fp32 sums are
-  a ring of parts of dC (`packed_stream`). Nothing of size [V, D] or [N, D] is allocated beyond the gradients.
+  a ring of parts of dC (`packed_stream`); columns of one super-block, before G, need none and come first
+  (`packed_direct`). Nothing of size [V, D] or [N, D] is allocated beyond the gradients.
 - fp32 dC or main_grad (or dE alone, or a low-rank dC): G has an arena of ARENA_BYTES; rounds take as many super-blocks
   as fit. Each round finishes dE of its rows; dC is added to in fp32. Deterministic and half precision: into an fp32
   copy of dC.
@@ -24,6 +25,7 @@ from torch import Tensor
 from . import pack
 from .coin import ROW_BLOCK
 from .dense_stream import dense_stream
+from .packed_direct import SETS, direct_list_kernel, packed_direct_kernel, split_unions_kernel
 from .packed_gradient import packed_gradient_kernel
 from .packed_layout import LIST_BLOCK, plan_layout
 from .packed_products import (
@@ -156,7 +158,9 @@ class _Work:
         self.union = ints(layout.round_pairs)
         self.union_start = ints(layout.n_super, layout.n_slabs)
         self.union_count = ints(layout.n_super, layout.n_slabs)
-        self.touched = torch.zeros(self.n_words, dtype=torch.int32, device=device)
+        in_place = layout.storage is not layout.extra
+        kept_in = torch.zeros(2 if in_place else 1, self.n_words, dtype=torch.int32, device=device)
+        self.touched, self.twice = kept_in[0], kept_in[1] if in_place else None
         pack.list_kernel[(layout.n_groups, layout.n_blocks)](
             marks.bits, n_rows, layout.start, layout.dense, self.word_start, self.list, self.n_words, self.n_columns,
             GROUP_WORDS=layout.group_words, BLOCK=LIST_BLOCK, num_warps=4,
@@ -192,8 +196,8 @@ class _Work:
             GROUPS=at.groups_pow2, BLOCK=LIST_BLOCK, PROGRAMS=at.processors * 4, num_warps=4,
         )  # fmt: skip
         pack.union_kernel[(at.processors * 4,)](
-            self.kept_bits, at.start, plan, self.union, self.union_start, self.union_count, self.touched, self.n_words,
-            at.n_groups, at.n_slabs, GROUP_WORDS=at.group_words, SLAB_WORDS=at.slab_columns // 32,
+            self.kept_bits, at.start, plan, self.union, self.union_start, self.union_count, self.touched, self.twice,
+            self.n_words, at.n_groups, at.n_slabs, GROUP_WORDS=at.group_words, SLAB_WORDS=at.slab_columns // 32,
             PROGRAMS=at.processors * 4, num_warps=4,
         )  # fmt: skip
 
@@ -229,20 +233,49 @@ class _Work:
         )  # fmt: skip
 
     def weight_grad_stream(self, out: Tensor) -> None:
-        """dC slab by slab into the storage that G is leaving."""
+        """dC: the rows that one super-block decides, then slab by slab the others, into the storage that G leaves."""
         at = self.layout
         programs, blocks = packed_launch("stream", self.device, self.dtype)
         n_parts = at.n_slabs * triton.cdiv(self.d, blocks["BLOCK_D"])
+        n_lists = SETS.value * at.n_super
+        sizes = [1, n_parts, n_parts, at.n_groups, n_lists, n_lists]
+        counters = torch.zeros(sum(sizes), dtype=torch.int32, device=self.device)
+        ticket, added, rounded, groups, direct_counts, cursors = counters.split(sizes)
+        direct = self.direct_lists(direct_counts, cursors)
+        self.direct_weight_grad(direct, direct_counts, out)
         ring = torch.zeros(RING, at.slab_columns, blocks["BLOCK_D"], dtype=torch.float32, device=self.device)
-        counters = torch.zeros(1 + 2 * n_parts + at.n_groups, dtype=torch.int32, device=self.device)
-        ticket, added, rounded, groups = counters.split([1, n_parts, n_parts, at.n_groups])
         packed_stream_kernel[(programs,)](
             self.hidden, at.storage, at.extra, self.unit, at.dense, at.plan[0], self.marks.bits, self.kept_bits,
-            self.word_start, self.union, self.union_start, self.union_count, self.touched, self.n_rows,
+            self.word_start, self.union, self.union_start, self.union_count, self.touched, self.twice, self.n_rows,
             self.constant_hidden, self.head.column_weight, ring, ticket, added, rounded, groups, out,
             self.n, self.hidden.stride(0), self.n_words, at.n_slabs, self.n_columns, at.n_super, D=self.d,
             SLAB=at.slab_columns, GROUP_SLABS=at.group_columns // at.slab_columns, RING=RING, LAG=LAG, SLOTS=4,
             ROUND_ROWS=min(512, at.slab_columns), ROUND_STEP=32, **blocks,
+        )  # fmt: skip
+
+    def direct_lists(self, counts: Tensor, cursors: Tensor) -> Tensor:
+        """[V] the columns that one super-block alone keeps, and whose rows lie before G; the unions lose them."""
+        at = self.layout
+        programs = at.processors * 4
+        direct = torch.empty(self.n_columns, dtype=torch.int32, device=self.device)
+        split_unions_kernel[(programs,)](
+            self.kept_bits, self.touched, self.twice, at.plan[0], self.union, self.union_start, self.union_count,
+            counts, self.n_words, at.n_slabs, self.n_columns, D=self.d, SLAB_WORDS=at.slab_columns // 32,
+            PROGRAMS=programs, num_warps=4,
+        )  # fmt: skip
+        direct_list_kernel[(programs,)](
+            self.kept_bits, self.touched, self.twice, at.plan[0], counts, cursors, direct, self.n_words, at.n_slabs,
+            self.n_columns, D=self.d, SLAB_WORDS=at.slab_columns // 32, PROGRAMS=programs, num_warps=4,
+        )  # fmt: skip
+        return direct
+
+    def direct_weight_grad(self, direct: Tensor, counts: Tensor, out: Tensor) -> None:
+        at = self.layout
+        programs, blocks = packed_launch("direct", self.device, self.dtype)
+        packed_direct_kernel[(programs,)](
+            self.hidden, at.storage, at.extra, self.unit, at.dense, at.plan[0], self.marks.bits, self.kept_bits,
+            self.word_start, direct, counts, self.n_rows, self.constant_hidden, self.head.column_weight, out,
+            self.n, self.hidden.stride(0), self.n_words, len(counts), D=self.d, PROGRAMS=programs, **blocks,
         )  # fmt: skip
 
     def bias_grad(self, r: int, out: Tensor) -> None:

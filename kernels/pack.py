@@ -282,13 +282,40 @@ def _kept_words(kept_bits_ptr, row_block, last, words, n_words):
 
 
 @triton.jit
-def _append(out_ptr, bits, words, bit):
+def kept_apart(kept_bits_ptr, super_block, last, words, n_words):
+    """What a super-block keeps, as words of five disjoint sets: kept by row block 0, 1, 2, 3 alone; by several."""
+    kept_0 = _kept_words(kept_bits_ptr, super_block * 4, last, words, n_words)
+    kept_1 = _kept_words(kept_bits_ptr, super_block * 4 + 1, last, words, n_words)
+    kept_2 = _kept_words(kept_bits_ptr, super_block * 4 + 2, last, words, n_words)
+    kept_3 = _kept_words(kept_bits_ptr, super_block * 4 + 3, last, words, n_words)
+    once = kept_0 ^ kept_1 ^ kept_2 ^ kept_3
+    once &= ~((kept_0 & kept_1 & kept_2) | (kept_3 & ((kept_0 & kept_1) | (kept_2 & (kept_0 | kept_1)))))
+    several = (kept_0 | kept_1 | kept_2 | kept_3) & ~once
+    return once & kept_0, once & kept_1, once & kept_2, once & kept_3, several
+
+
+@triton.jit
+def append_columns(out_ptr, bits, words, bit):
     """Stores the columns of the set bits; returns how many."""
     n = popcount(bits)
     offs = (tl.cumsum(n, 0) - n)[:, None] + popcount(bits[:, None] & ((1 << bit) - 1)[None, :])
     column = ((words // 8) * 256 + words % 8)[:, None] + 8 * bit[None, :]
     tl.store(out_ptr + offs, column, mask=((bits[:, None] >> bit[None, :]) & 1) != 0)
     return tl.sum(n, 0)
+
+
+@triton.jit
+def append_union(out_ptr, only_0, only_1, only_2, only_3, several, words, bit):
+    """Stores the columns of all five sets; returns how many.
+
+    Columns that one row block alone keeps (about half) stand apart: a tile of them needs its tokens only.
+    """
+    total = append_columns(out_ptr, only_0, words, bit)
+    total += append_columns(out_ptr + total, only_1, words, bit)
+    total += append_columns(out_ptr + total, several, words, bit)
+    total += append_columns(out_ptr + total, only_2, words, bit)
+    total += append_columns(out_ptr + total, only_3, words, bit)
+    return total
 
 
 @triton.jit
@@ -300,6 +327,7 @@ def union_kernel(
     union_start_ptr,  # [super-blocks, slabs] int32 out
     union_count_ptr,  # [super-blocks, slabs] int32 out
     touched_ptr,  # [words] int32, zeros: out, columns that stay anywhere
+    twice_ptr,  # [words] int32, zeros, or None: out, columns that stay in two super-blocks or more
     n_words,
     n_groups,
     n_slabs,
@@ -307,7 +335,6 @@ def union_kernel(
     SLAB_WORDS: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """Columns that one row block alone keeps (about half) are listed apart: a tile of them needs its tokens only."""
     first = tl.load(plan_ptr + PLAN_FIRST).to(tl.int32)
     last = tl.load(plan_ptr + PLAN_LAST).to(tl.int32)
     base = tl.load(plan_ptr + PLAN_BASE)
@@ -319,19 +346,13 @@ def union_kernel(
         at = (tl.load(start_ptr + super_block * 4 * n_groups + group) - base).to(tl.int32)
         for slab in range(group * SLABS, tl.minimum((group + 1) * SLABS, n_slabs)):
             words = slab * SLAB_WORDS + tl.arange(0, SLAB_WORDS)
-            kept_0 = _kept_words(kept_bits_ptr, super_block * 4, last, words, n_words)
-            kept_1 = _kept_words(kept_bits_ptr, super_block * 4 + 1, last, words, n_words)
-            kept_2 = _kept_words(kept_bits_ptr, super_block * 4 + 2, last, words, n_words)
-            kept_3 = _kept_words(kept_bits_ptr, super_block * 4 + 3, last, words, n_words)
-            once = kept_0 ^ kept_1 ^ kept_2 ^ kept_3
-            once &= ~((kept_0 & kept_1 & kept_2) | (kept_3 & ((kept_0 & kept_1) | (kept_2 & (kept_0 | kept_1)))))
-            union = kept_0 | kept_1 | kept_2 | kept_3
-            tl.atomic_or(touched_ptr + words, union, mask=words < n_words, sem="relaxed")
-            total = _append(union_ptr + at, once & kept_0, words, bit)
-            total += _append(union_ptr + at + total, once & kept_1, words, bit)
-            total += _append(union_ptr + at + total, union & ~once, words, bit)
-            total += _append(union_ptr + at + total, once & kept_2, words, bit)
-            total += _append(union_ptr + at + total, once & kept_3, words, bit)
+            only_0, only_1, only_2, only_3, several = kept_apart(kept_bits_ptr, super_block, last, words, n_words)
+            union = only_0 | only_1 | only_2 | only_3 | several
+            inside = words < n_words
+            earlier = tl.atomic_or(touched_ptr + words, union, mask=inside, sem="relaxed")
+            if twice_ptr is not None:
+                tl.atomic_or(twice_ptr + words, earlier & union, mask=inside, sem="relaxed")
+            total = append_union(union_ptr + at, only_0, only_1, only_2, only_3, several, words, bit)
             tl.store(union_start_ptr + super_block * n_slabs + slab, at)
             tl.store(union_count_ptr + super_block * n_slabs + slab, total)
             at += total

@@ -100,6 +100,58 @@ def kept_pairs(
 
 
 @triton.jit
+def active_blocks(pair_0, pair_1, pair_2, pair_3):
+    """How many row blocks keep any of these columns, and which, two bits each: lists are ordered so that it is often
+    one or two."""
+    use_0 = (tl.max(pair_0, 0) >= 0).to(tl.int32)
+    use_1 = (tl.max(pair_1, 0) >= 0).to(tl.int32)
+    use_2 = (tl.max(pair_2, 0) >= 0).to(tl.int32)
+    use_3 = (tl.max(pair_3, 0) >= 0).to(tl.int32)
+    order = (use_1 << (2 * use_0)) | ((2 * use_2) << (2 * (use_0 + use_1)))
+    order |= (3 * use_3) << (2 * (use_0 + use_1 + use_2))
+    return use_0 + use_1 + use_2 + use_3, order
+
+
+@triton.jit
+def add_product(
+    acc,  # [columns, BLOCK_D]
+    hidden_ptr,
+    storage_ptr,
+    extra_ptr,
+    arena,
+    pair_0,  # [columns]
+    pair_1,
+    pair_2,
+    pair_3,
+    n,
+    stride_hidden,
+    super_block,
+    order,
+    i,  # which BLOCK_K tokens of the active row blocks
+    offs_d,  # [BLOCK_D]
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """acc + G.T @ hidden of BLOCK_K tokens."""
+    dtype = extra_ptr.dtype.element_ty
+    STEPS: tl.constexpr = 128 // BLOCK_K
+    b = (order >> (2 * (i // STEPS))) & 3
+    offs_k = (i % STEPS) * BLOCK_K + tl.arange(0, BLOCK_K)
+    pair = tl.where(b < 2, tl.where(b == 0, pair_0, pair_1), tl.where(b == 2, pair_2, pair_3))
+    g_rows = arena_rows(storage_ptr, extra_ptr, arena, pair)
+    g = tl.load(g_rows[:, None] + offs_k[None, :], mask=(pair >= 0)[:, None], other=0.0)
+    rows = (super_block * 4 + b) * 128 + offs_k
+    hidden = hidden_ptr + rows.to(tl.int64)[:, None] * stride_hidden + offs_d[None, :]
+    if D % BLOCK_D == 0:
+        h = tl.load(hidden, mask=(rows < n)[:, None], other=0.0)
+    else:
+        h = tl.load(hidden, mask=(rows < n)[:, None] & (offs_d < D)[None, :], other=0.0)
+    return tl.dot(g, h.to(dtype), acc, input_precision=PRECISION)
+
+
+@triton.jit
 def column_products(
     hidden_ptr,
     storage_ptr,
@@ -124,35 +176,19 @@ def column_products(
     PRECISION: tl.constexpr,
 ):
     """[BLOCK_N, BLOCK_D]: the columns' gradient from one super-block's tokens."""
-    dtype = extra_ptr.dtype.element_ty
     STEPS: tl.constexpr = 128 // BLOCK_K
     block = super_block * 4
     pair_0 = kept_pairs(bits_ptr, kept_bits_ptr, word_start_ptr, n_words, block, last, base, column, inside)
     pair_1 = kept_pairs(bits_ptr, kept_bits_ptr, word_start_ptr, n_words, block + 1, last, base, column, inside)
     pair_2 = kept_pairs(bits_ptr, kept_bits_ptr, word_start_ptr, n_words, block + 2, last, base, column, inside)
     pair_3 = kept_pairs(bits_ptr, kept_bits_ptr, word_start_ptr, n_words, block + 3, last, base, column, inside)
-    # The row blocks that keep any of these columns, two bits each: lists are ordered so that often it is one or two.
-    use_0 = (tl.max(pair_0, 0) >= 0).to(tl.int32)
-    use_1 = (tl.max(pair_1, 0) >= 0).to(tl.int32)
-    use_2 = (tl.max(pair_2, 0) >= 0).to(tl.int32)
-    use_3 = (tl.max(pair_3, 0) >= 0).to(tl.int32)
-    n_active = use_0 + use_1 + use_2 + use_3
-    order = (use_1 << (2 * use_0)) | ((2 * use_2) << (2 * (use_0 + use_1)))
-    order |= (3 * use_3) << (2 * (use_0 + use_1 + use_2))
+    n_active, order = active_blocks(pair_0, pair_1, pair_2, pair_3)
     acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for i in range(n_active * STEPS):
-        b = (order >> (2 * (i // STEPS))) & 3
-        offs_k = (i % STEPS) * BLOCK_K + tl.arange(0, BLOCK_K)
-        pair = tl.where(b < 2, tl.where(b == 0, pair_0, pair_1), tl.where(b == 2, pair_2, pair_3))
-        g_rows = arena_rows(storage_ptr, extra_ptr, arena, pair)
-        g = tl.load(g_rows[:, None] + offs_k[None, :], mask=(pair >= 0)[:, None], other=0.0)
-        rows = (block + b) * 128 + offs_k
-        hidden = hidden_ptr + rows.to(tl.int64)[:, None] * stride_hidden + offs_d[None, :]
-        if D % BLOCK_D == 0:
-            h = tl.load(hidden, mask=(rows < n)[:, None], other=0.0)
-        else:
-            h = tl.load(hidden, mask=(rows < n)[:, None] & (offs_d < D)[None, :], other=0.0)
-        acc = tl.dot(g, h.to(dtype), acc, input_precision=PRECISION)
+        acc = add_product(
+            acc, hidden_ptr, storage_ptr, extra_ptr, arena, pair_0, pair_1, pair_2, pair_3, n, stride_hidden,
+            super_block, order, i, offs_d, D, BLOCK_D, BLOCK_K, PRECISION,
+        )  # fmt: skip
     return acc
 
 

@@ -11,15 +11,18 @@ are done, an add until the part that used its place before is rounded. What an i
 so a running program has taken it: waits end, however many programs run at once. Most items find it done already.
 
 Columns that no row block kept have no sum: their zeros are written without reading or clearing the part, which is
-four columns in five at the benchmark's shapes. G lies in the storage of dC's later columns (`pack`): while a group of
-columns is worked on, its G and that of later groups lies behind it. So a round also waits for all adds of the earlier
-groups, whose G may lie where it writes.
+four columns in five at the benchmark's shapes. Columns that `packed_direct` has finished are in no list here, and the
+round leaves their rows of dC as they are.
+
+G lies in the storage of dC's later columns (`pack`): while a group of columns is worked on, its G and that of later
+groups lies behind it. So a round also waits for all adds of the earlier groups, whose G may lie where it writes.
 """
 
 import triton
 import triton.language as tl
 
 from .pack import PLAN_LAST, word_of
+from .packed_direct import direct_limit
 from .packed_gradient import load_arena
 from .packed_products import column_products
 from .tickets import signal, wait_for
@@ -40,6 +43,7 @@ def packed_stream_kernel(
     union_start_ptr,  # [super-blocks, slabs]
     union_count_ptr,  # [super-blocks, slabs]
     touched_ptr,  # [words]
+    twice_ptr,  # [words]
     n_rows_ptr,  # [1] or None
     constant_hidden_ptr,  # [D] fp32 or None: adds column_weight (x) constant_hidden
     column_weight_ptr,  # [V] fp32 or None
@@ -71,6 +75,7 @@ def packed_stream_kernel(
         return
     last = tl.load(plan_ptr + PLAN_LAST).to(tl.int32)
     arena = load_arena(plan_ptr)
+    limit = direct_limit(plan_ptr, n_columns, D)
     if n_rows_ptr is not None:
         n = tl.minimum(n, tl.load(n_rows_ptr))
     unit = 1.0
@@ -135,18 +140,21 @@ def packed_stream_kernel(
                     row = first + r + tl.arange(0, ROUND_STEP)
                     column = slab * SLAB + row
                     valid = column < n_columns
-                    words = tl.load(touched_ptr + word_of(column), mask=valid, other=0)
-                    touched = ((words >> ((column // 8) % 32)) & 1) != 0
+                    word, bit = word_of(column), (column // 8) % 32
+                    touched = tl.load(touched_ptr + word, mask=valid, other=0)
+                    twice = tl.load(twice_ptr + word, mask=valid, other=0)
+                    direct = (((touched & ~twice) >> bit) & 1 != 0) & (column < limit)
+                    summed = ((touched >> bit) & 1 != 0) & ~direct
                     at = part_ptr + row[:, None] * BLOCK_D + offs_part[None, :]
-                    x = tl.load(at, mask=touched[:, None], other=0.0, cache_modifier=".cg")
+                    x = tl.load(at, mask=summed[:, None], other=0.0, cache_modifier=".cg")
                     tl.debug_barrier()  # the store below need not give a thread the elements that it loaded
-                    tl.store(at, tl.zeros((ROUND_STEP, BLOCK_D), tl.float32), mask=touched[:, None])
+                    tl.store(at, tl.zeros((ROUND_STEP, BLOCK_D), tl.float32), mask=summed[:, None])
                     if constant_hidden_ptr is not None:
                         share = constant
                         if column_weight_ptr is not None:
                             share = tl.load(column_weight_ptr + column, mask=valid, other=0.0)[:, None] * share
                         x += share
                     out = out_ptr + column.to(tl.int64)[:, None] * D + offs_d[None, :]
-                    tl.store(out, x.to(out_ptr.dtype.element_ty), mask=valid[:, None] & in_d[None, :])
+                    tl.store(out, x.to(out_ptr.dtype.element_ty), mask=(valid & ~direct)[:, None] & in_d[None, :])
                 signal(rounded_ptr + part)
         item = tl.atomic_add(ticket_ptr, 1, sem="relaxed")

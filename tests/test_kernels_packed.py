@@ -11,7 +11,7 @@ import torch
 import triton
 
 from vpcce import sampling
-from vpcce.kernels import backward_packed, marks, packed_layout
+from vpcce.kernels import backward_packed, marks, pack, packed_direct, packed_layout
 from vpcce.kernels.coin import coin_thresholds
 from vpcce.kernels.forward import forward_stats
 from vpcce.kernels.hot_set import hot_set_stats
@@ -33,10 +33,12 @@ def small_tiles(monkeypatch):
         "hidden": dict(BLOCK_K=128, BLOCK_D=128),
         "weight": dict(BLOCK_N=128, BLOCK_K=128, BLOCK_D=128),
         "stream": dict(BLOCK_N=128, BLOCK_K=128, BLOCK_D=64),
+        "direct": dict(BLOCK_N=128, BLOCK_K=64, BLOCK_D=64, PARTS=3),
     }
     monkeypatch.setattr(backward_packed, "packed_launch", lambda kernel, device, dtype: (2, dict(blocks[kernel])))
     monkeypatch.setattr(packed_layout, "DENSE_GROUP", 1024)
     monkeypatch.setattr(packed_layout, "SLAB_COLUMNS", 512)
+    monkeypatch.setattr(packed_direct, "LISTS", triton.language.constexpr(8))
     monkeypatch.setattr(backward_packed, "LIST_BLOCK", 32)
     monkeypatch.setattr(packed_layout, "LIST_BLOCK", 32)
 
@@ -145,6 +147,68 @@ def test_half_precision_in_place(options, monkeypatch):
     monkeypatch.setattr(packed_layout, "EXTRA_BYTES", n_pairs // 3 * 256)
     d_hidden, d_weight, _ = problem.run()
     problem.check(d_hidden, d_weight, 6e-4)
+
+
+DIRECT = {
+    "G begins in the middle of dC": dict(),
+    "G begins in the second group, a pair is as long as two columns": dict(d=64, eps=0.5),
+    "all of G beside dC": dict(extra_share=1),
+    "label smoothing, bias, ignored rows": dict(constant=True, bias=True, n_rows=1000),
+    "two runs of parts of D, which no tile divides; vocabulary of partial word tiles": dict(d=251, v=3900),
+}
+
+
+@pytest.mark.parametrize("options", DIRECT.values(), ids=DIRECT)
+def test_columns_of_one_super_block_go_to_dc_directly(options, monkeypatch):
+    """Three super-blocks. Every such column before G is listed once, under what keeps it, and gone from the unions.
+
+    The last column before the limit and the next one are such columns, so a limit that is off by one shows.
+    """
+    options = {**dict(n=1100, v=4000, d=128, dtype=torch.float16, eps=0.25, extra_share=1 / 3), **options}
+    extra_share = options.pop("extra_share")
+    problem = Problem(**options)
+    v, d = problem.weight.shape
+    n_pairs = int(marks.unpack_marks(problem.marks.bits, v).sum())
+    extra_rows = int(n_pairs * extra_share)
+    if extra_share < 1:
+        expected = torch.nn.functional.pad(problem.scale > 0, (0, 0, 0, -len(problem.scale) % 4))
+        expected = expected.view(-1, 4, v).any(1).sum(0) == 1
+        while not expected[(at := (v * d // 128 - (n_pairs - extra_rows)) * 128 // d) - 1] & expected[at]:
+            extra_rows += 1
+    monkeypatch.setattr(packed_layout, "EXTRA_BYTES", extra_rows * 256)
+    seen = []
+    direct_lists = backward_packed._Work.direct_lists
+
+    def record(work, counts, cursors):
+        seen.append((work, counts, direct_lists(work, counts, cursors)))
+        return seen[0][2]
+
+    monkeypatch.setattr(backward_packed._Work, "direct_lists", record)
+    problem.check(*problem.run(bias_grad=True)[:2], 6e-4)
+    (work, counts, listed), plan = seen[0], seen[0][0].layout.plan[0]
+    counts = counts.tolist()
+    kept = marks.unpack_marks(work.kept_bits, v)
+    kept = torch.nn.functional.pad(kept, (0, 0, 0, -len(kept) % 4)).view(-1, 4, v)
+    in_any = kept.any(1)
+    single = in_any.sum(0) == 1
+    before_g = torch.arange(v) < v
+    if plan[pack.PLAN_SPILL.value] > 0:
+        before_g = (torch.arange(v) + 1) * d <= plan[pack.PLAN_STORAGE_SHIFT.value] * 128
+        limit = int(before_g.sum())
+        assert single[limit - 1] and single[limit]
+    direct = single & before_g
+    assert direct.sum() > 100 and (~single & in_any.any(0)).sum() > 100
+    assert (single & ~before_g).any() == (extra_share < 1)
+    alone = kept & (kept.sum(1, keepdim=True) == 1)
+    lists = torch.cat([alone, (kept.sum(1, keepdim=True) > 1)], 1).flatten(0, 1) & direct
+    assert counts == lists.sum(1).tolist()
+    for ours, columns in zip(listed.split([*counts, v - sum(counts)]), lists, strict=False):
+        assert torch.equal(ours.sort().values.long(), columns.nonzero()[:, 0])
+    left = torch.zeros_like(in_any)
+    for s, (starts, sizes) in enumerate(zip(work.union_start, work.union_count, strict=True)):
+        for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
+            left[s, work.union[start : start + size].long()] = True
+    assert torch.equal(left, in_any & ~direct) and work.union_count.sum() == left.sum()
 
 
 def test_main_grad_is_added_to_in_rounds(monkeypatch):
