@@ -26,7 +26,68 @@ from .logit_gradient import logit_gradient
 from .tickets import signal, wait_for
 from .tiles import add_low_rank, count_rows, grouped, load_scale, load_tile
 
+PART = tl.constexpr(64)  # columns of a tile of dE or dC that are stored at a time
 GROUP = tl.constexpr(16)  # row blocks whose G is made before the next ones': 128 programs read 16 of them and 8 tiles
+
+
+@triton.jit
+def _load_gradient(slot_ptr, row, col, width, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """A tile of a slice's G. Slots have whole tiles only; an int64 scalar and int32 offsets take few registers."""
+    offs = tl.arange(0, ROWS)[:, None] * width + tl.arange(0, COLS)[None, :]
+    return tl.load(slot_ptr + (width.to(tl.int64) * row + col) + offs)
+
+
+@triton.jit
+def _halves(tile):
+    """Its left and its right columns."""
+    return tl.split(tile.reshape([tile.shape[0], 2, tile.shape[1] // 2]).permute(0, 2, 1))
+
+
+@triton.jit
+def _put_weight_grad(tile, rows, column, out_ptr, n_rows, D: tl.constexpr, ACCUMULATE: tl.constexpr):
+    if ACCUMULATE and tile.shape[1] > PART:
+        left, right = _halves(tile)
+        _put_weight_grad(left, rows, column, out_ptr, n_rows, D, ACCUMULATE)
+        _put_weight_grad(right, rows, column + tile.shape[1] // 2, out_ptr, n_rows, D, ACCUMULATE)
+    else:
+        columns = column + tl.arange(0, tile.shape[1])
+        mask = (rows < n_rows)[:, None] & (columns < D)[None, :]
+        at = rows.to(tl.int64)[:, None] * D + columns[None, :]
+        if ACCUMULATE:
+            tile += tl.load(out_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out_ptr + at, tile.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _put_hidden_grad(tile, rows, to, column, out_ptr, lower_half_ptr, n_rows, adds, ends, D: tl.constexpr):
+    """Adds the tile to dE's sum if there `adds` one, and rounds it if it `ends` here."""
+    if tile.shape[1] > PART:
+        left, right = _halves(tile)
+        _put_hidden_grad(left, rows, to, column, out_ptr, lower_half_ptr, n_rows, adds, ends, D)
+        column += tile.shape[1] // 2
+        _put_hidden_grad(right, rows, to, column, out_ptr, lower_half_ptr, n_rows, adds, ends, D)
+    else:
+        columns = column + tl.arange(0, tile.shape[1])
+        mask = (rows < n_rows)[:, None] & (columns < D)[None, :]
+        at = to[:, None] * D + columns[None, :]
+        if lower_half_ptr is None:
+            if adds:
+                tile += tl.load(out_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
+            tl.store(out_ptr + at, tile, mask=mask)
+        else:
+            upper_half = out_ptr.to(tl.pointer_type(tl.int16)) + at
+            lower_half = lower_half_ptr + rows.to(tl.int64)[:, None] * D + columns[None, :]
+            if adds:
+                upper = tl.load(upper_half, mask=mask, other=0, cache_modifier=".cg").to(tl.int32)
+                lower = tl.load(lower_half, mask=mask, other=0, cache_modifier=".cg")
+                bits = (upper << 16) | (lower.to(tl.int32) & 0xFFFF)
+                tile += bits.to(tl.float32, bitcast=True)
+            if ends:
+                tl.store(out_ptr + at, tile.to(out_ptr.dtype.element_ty), mask=mask)
+            else:
+                bits = tile.to(tl.int32, bitcast=True)
+                tl.store(upper_half, (bits >> 16).to(tl.int16), mask=mask)
+                tl.store(lower_half, bits.to(tl.int16), mask=mask)
 
 
 # These differ between the launches of one backward, which share one compiled kernel.
@@ -181,24 +242,19 @@ def dense_stream_kernel(
                     if first < n_weight_columns:
                         acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
                         for k in tl.range(0, n_counting, BLOCK_K):
-                            g = load_tile(ring, k, row, n_blocks * BLOCK_M, width, width, 1, BLOCK_K, BLOCK_M, False).T
+                            g = _load_gradient(ring, k, row, width, BLOCK_K, BLOCK_M).T
                             h = load_tile(
                                 hidden_factor, k, column, n, D_OUT, stride_hidden_factor, 1, BLOCK_K,
                                 BLOCK_D, TMA_HIDDEN_FACTOR,
                             )  # fmt: skip
                             acc = tl.dot(g, h.to(DTYPE), acc, input_precision=PRECISION)
-                        columns = column + tl.arange(0, BLOCK_D)
-                        mask = (rows < n_weight_columns)[:, None] & (columns < D_OUT)[None, :]
-                        at = rows.to(tl.int64)[:, None] * D_OUT + columns[None, :]
                         acc *= unit
-                        if ACCUMULATE:
-                            acc += tl.load(weight_grad_ptr + at, mask=mask, other=0.0).to(tl.float32)
-                        tl.store(weight_grad_ptr + at, acc.to(weight_grad_ptr.dtype.element_ty), mask=mask)
+                        _put_weight_grad(acc, rows, column, weight_grad_ptr, n_weight_columns, D_OUT, ACCUMULATE)
                 if bias_grad_ptr is not None:
                     if (column == 0) & (first < n_weight_columns):
                         total = tl.zeros((BLOCK_M,), tl.float32)
                         for k in tl.range(0, n_counting, BLOCK_K):
-                            g = load_tile(ring, k, row, n_blocks * BLOCK_M, width, width, 1, BLOCK_K, BLOCK_M, False)
+                            g = _load_gradient(ring, k, row, width, BLOCK_K, BLOCK_M)
                             total += tl.sum(g.to(tl.float32), 0)
                         old = tl.load(bias_grad_ptr + rows, mask=rows < n_weight_columns, other=0.0)
                         tl.store(bias_grad_ptr + rows, old + total * unit, mask=rows < n_weight_columns)
@@ -214,37 +270,21 @@ def dense_stream_kernel(
                     if row < n_counting:
                         acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
                         for k in tl.range(0, tl.minimum(width, n_columns - done * width), BLOCK_K):
-                            g = load_tile(ring, row, k, n_blocks * BLOCK_M, width, width, 1, BLOCK_M, BLOCK_K, False)
+                            g = _load_gradient(ring, row, k, width, BLOCK_M, BLOCK_K)
                             w = load_tile(
                                 weight_factor, done * width + k, column, n_columns, D_OUT, stride_weight_factor, 1,
                                 BLOCK_K, BLOCK_D, TMA_WEIGHT_FACTOR,
                             )  # fmt: skip
                             acc = tl.dot(g, w.to(DTYPE), acc, input_precision=PRECISION)
                         rows = row + tl.arange(0, BLOCK_M)
-                        columns = column + tl.arange(0, BLOCK_D)
-                        mask = (rows < n_counting)[:, None] & (columns < D_OUT)[None, :]
                         to = rows.to(tl.int64)
                         if row_index_ptr is not None:
                             to = tl.load(row_index_ptr + rows, mask=rows < n_counting, other=0)
-                        at = to[:, None] * D_OUT + columns[None, :]
                         acc *= unit
-                        if lower_half_ptr is None:
-                            if (done > 0) | (continues != 0):
-                                acc += tl.load(hidden_grad_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
-                            tl.store(hidden_grad_ptr + at, acc, mask=mask)
-                        else:
-                            lower_at = rows.to(tl.int64)[:, None] * D_OUT + columns[None, :]
-                            upper_half = hidden_grad_ptr.to(tl.pointer_type(tl.int16)) + at
-                            if (done > 0) | (continues != 0):
-                                upper = tl.load(upper_half, mask=mask, other=0, cache_modifier=".cg").to(tl.int32)
-                                lower = tl.load(lower_half_ptr + lower_at, mask=mask, other=0, cache_modifier=".cg")
-                                bits = (upper << 16) | (lower.to(tl.int32) & 0xFFFF)
-                                acc += bits.to(tl.float32, bitcast=True)
-                            if ((done + 1) * width < n_columns) | (goes_on != 0):
-                                bits = acc.to(tl.int32, bitcast=True)
-                                tl.store(upper_half, (bits >> 16).to(tl.int16), mask=mask)
-                                tl.store(lower_half_ptr + lower_at, bits.to(tl.int16), mask=mask)
-                            else:
-                                tl.store(hidden_grad_ptr + at, acc.to(hidden_grad_ptr.dtype.element_ty), mask=mask)
+                        adds = (done > 0) | (continues != 0)
+                        ends = ((done + 1) * width >= n_columns) & (goes_on == 0)
+                        _put_hidden_grad(
+                            acc, rows, to, column, hidden_grad_ptr, lower_half_ptr, n_counting, adds, ends, D_OUT
+                        )
                 signal(hidden_done_ptr + done)
         item = tl.atomic_add(ticket_ptr, 1, sem="relaxed")
