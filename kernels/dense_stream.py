@@ -49,7 +49,7 @@ WIDE_SLOTS, NARROW_SLOTS = 3, 2  # slices in a ring, see the kernel
 SUM_BYTES = 36 << 20  # dE's sum of a chunk, which every slice reads and writes: part of L2
 CHUNK_ROWS = 2048
 MAX_CHUNKS = 16  # each is a launch, nearly always an idle one
-ALIGNMENT = 128  # bytes, of parts of spare memory
+ALIGNMENT = 64  # bytes, of parts of spare memory; all memory of PyTorch has it, so slices never depend on an address
 
 
 def dense_stream(
