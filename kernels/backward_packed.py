@@ -110,15 +110,19 @@ def packed_backward(
         total.copy_(sums) if main_grad is None else total.add_(sums)
     if d_bias is not None:
         work.add_constant_bias(d_bias)
-    # What is not needed any more serves the dense backward.
-    dense, extra = layout.dense, layout.extra
+    # What is not needed any more serves the dense backward: dC before it is written, sums, or G's arena.
+    dense, spare = layout.dense, layout.extra
+    if in_place:
+        spare = d_weight
+    elif head.low_rank is None and sums is not None and sums is not total:
+        spare = sums
     work.free_lists()
     if not in_place:
         del work, layout, sums
     dense_stream(
         hidden, head, target, lse, rows, dense=dense, n_rows=n_rows, row_index=row_index, hidden_grad=d_hidden,
         weight_grad=total, accumulate=main_grad is not None, bias_grad=d_bias, low_rank_grad=low_rank_grad,
-        spare=d_weight if d_weight is not None else extra,
+        spare=spare,
     )  # fmt: skip
     if d_hidden is not None:
         hidden_grad_ready(d_hidden)

@@ -1,12 +1,28 @@
-"""The exact backward as one launch that the device may refuse: what the sampled one falls back to.
+"""The exact backward as a few launches that the device may refuse: what the sampled one falls back to.
 
-Whether there are too many marks for lists is known on the device only, so every sampled step enqueues this kernel, and
-nearly always each program reads `dense == 0` and leaves. One launch, small memory and no host time matter here; where
-the exact policy is asked for, `backward_dense` is faster.
+Whether there are too many marks for lists is known on the device only, so every sampled step enqueues these kernels,
+and nearly always each program reads `dense == 0` and leaves. Few launches, small memory and little host time matter
+here; where the exact policy is asked for, `backward_dense` is faster.
 
-Where dE is fp32 it is its own sum. Otherwise it holds the upper 16 bits of its sums; the lower ones lie in `spare`, or
-where dC will be, at the end of its storage, and the columns of dC under them follow in a second launch.
+dE is summed over slices of the vocabulary, and each of them reads and writes the sum. Where dE is fp32 it is its own
+sum. Otherwise it holds the upper 16 bits of its sums and the lower ones lie elsewhere until the last slice. Wide slices
+keep that cheap, and two kinds of memory make them wide (or the sum small):
+
+- A fresh dC whose storage is the spare memory: dE's lower halves lie at its end and a ring of WIDE_SLOTS wide slices of
+  G before them.
+
+      launch    dE of columns    dC and dbias of columns    ring
+      1         [0, a)           [0, a)                     over dC of [a, b)
+      2         [a, V)           [a, b)                     RING_BYTES of its own, narrow
+      3                          [b, V), under the halves   the same
+
+  Example: 8192 x 256000 x 2304 in bf16 has a = 204112 and b = 247808, and slices of 4096 and 1024 columns.
+- Otherwise both lie in memory that is free by then, and the rows go through the kernel in chunks, whose sums stay in
+  L2. dC in fp32 is added to once per chunk; one in half precision would be rounded as often, and has one chunk.
 """
+
+import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +42,14 @@ from .tiles import (
     scale_tensor,
 )
 
-RING_BYTES = 32 << 20  # G of two slices; half as many beside main_grad, where every buffer is memory beyond dE
-MIN_WIDTH = 512  # columns of a slice, whatever they take: every slice reads and writes dE's sums
+RING_BYTES = 32 << 20  # a ring in memory of its own beside a fresh dC; half as many beside main_grad
+MIN_WIDTH = 512  # columns of a slice, whatever they take
+WIDE = 4096  # columns of a slice, however much memory there is, unless RING_BYTES have room for more
+WIDE_SLOTS, NARROW_SLOTS = 3, 2  # slices in a ring, see the kernel
+SUM_BYTES = 36 << 20  # dE's sum of a chunk, which every slice reads and writes: part of L2
+CHUNK_ROWS = 2048
+MAX_CHUNKS = 16  # each is a launch, nearly always an idle one
+ALIGNMENT = 64  # bytes, of parts of spare memory; all memory of PyTorch has it, so slices never depend on an address
 
 
 def dense_stream(
@@ -47,37 +69,71 @@ def dense_stream(
     spare: Tensor,  # memory that nobody needs any more; a fresh weight_grad may be it
     low_rank_grad: Tensor | None = None,  # [N, R] fp32 out, in the order of hidden
 ) -> None:
-    """dE, dC and dbias like `backward_dense.dense_backward`, if `dense` says so. One launch or two."""
+    """dE, dC and dbias like `backward_dense.dense_backward`, if `dense` says so. One to MAX_CHUNKS + 1 launches."""
     run = _Stream(hidden, head, target, lse, rows, dense, n_rows)
-    if head.low_rank is not None:  # its products are narrow: a launch, and a recomputation, of their own; dE is fp32
-        run(low_rank_grad, None, weight_grad, bias_grad, accumulate=accumulate, low_rank=True)
-        weight_grad = bias_grad = None
-    if hidden_grad is None or hidden_grad.dtype == torch.float32:
-        run(hidden_grad, row_index, weight_grad, bias_grad, accumulate=accumulate)
+    if spare is weight_grad and hidden_grad is not None and head.low_rank is None:
+        _in_storage_of_weight_grad(run, hidden_grad, row_index, weight_grad, bias_grad)
         return
-    in_weight_grad = spare is weight_grad
-    lower_half = _at_the_end(spare, hidden_grad.shape, most=spare.nbytes // 2 if in_weight_grad else spare.nbytes)
-    if lower_half is None:
-        lower_half = torch.empty(hidden_grad.shape, dtype=torch.int16, device=hidden.device)
-        in_weight_grad = False
-    stop = None
-    if in_weight_grad:
-        stop = (lower_half.data_ptr() - weight_grad.data_ptr()) // (weight_grad.shape[1] * weight_grad.element_size())
-        stop = stop // 16 * 16
-    run(hidden_grad, row_index, weight_grad, bias_grad, lower_half=lower_half, stop=stop, accumulate=accumulate)
-    if stop is not None:
-        run(None, None, weight_grad, bias_grad, start=stop)
+    free = None if spare is weight_grad else _bytes_of(spare)
+    own_bytes = RING_BYTES // 2 if accumulate else RING_BYTES
+    if head.low_rank is not None:  # its products are narrow: a launch, and a recomputation, of their own; dE is fp32
+        ring = run.ring_in(free, run.n, own_bytes)
+        run(low_rank_grad, None, weight_grad, bias_grad, ring, accumulate=accumulate, low_rank=True)
+        weight_grad = bias_grad = None
+    if hidden_grad is None:
+        if weight_grad is not None or bias_grad is not None:
+            run(None, None, weight_grad, bias_grad, run.ring_in(free, run.n, own_bytes), accumulate=accumulate)
+        return
+    in_chunks = weight_grad is None or (accumulate and weight_grad.dtype == torch.float32)
+    size = run.chunk_rows() if in_chunks else run.n
+    lower_half = None
+    if hidden_grad.dtype != torch.float32:
+        lower_half, free = run.lower_half_in(free, size)
+    ring = run.ring_in(free, size, own_bytes)
+    for first in range(0, run.n, size):
+        run(
+            hidden_grad, row_index, weight_grad, bias_grad, ring, rows=(first, min(first + size, run.n)),
+            lower_half=lower_half, accumulate=accumulate,
+        )  # fmt: skip
 
 
-def _at_the_end(spare: Tensor, shape: torch.Size, most: int) -> Tensor | None:
-    """int16 of that shape at the end of spare's memory, 16-byte aligned; None if it takes more than `most` bytes."""
-    memory = spare.view(-1).view(torch.uint8)
-    size = 2 * shape.numel()
-    start = memory.numel() - size
-    start -= (memory.data_ptr() + start) % 16
-    if start < 0 or memory.numel() - start > most:
-        return None
-    return memory[start : start + size].view(torch.int16).view(shape)
+def _in_storage_of_weight_grad(run: "_Stream", hidden_grad, row_index, weight_grad: Tensor, bias_grad) -> None:
+    """The three launches of the table above, or those of them that have columns."""
+    n_columns = weight_grad.shape[0]
+    column_bytes = weight_grad.shape[1] * weight_grad.element_size()
+    free = _bytes_of(weight_grad)
+    lower_half, wide_stop, stop = None, 0, n_columns
+    if hidden_grad.dtype != torch.float32:
+        fits = 2 * hidden_grad.numel() + ALIGNMENT <= free.numel() // 2
+        lower_half, rest = run.lower_half_in(free if fits else None, run.n)
+        if rest is not None:
+            free, stop = rest, _whole_columns(rest, column_bytes)
+    narrow = run.ring_in(None, run.n, RING_BYTES, NARROW_SLOTS)
+    # A wider ring leaves more columns to narrow slices; this width makes the fewest slices of both kinds.
+    at_most = free.numel() // run.column_bytes(run.n, WIDE_SLOTS)
+    width = min(WIDE, math.isqrt(narrow.width * at_most)) // run.step * run.step
+    memory, before = _from_the_end(free, width * run.column_bytes(run.n, WIDE_SLOTS))
+    if width > narrow.width and _whole_columns(before, column_bytes) >= WIDE_SLOTS * width:
+        wide_stop = _whole_columns(before, column_bytes)
+        wide = Ring(memory.view(run.dtype), WIDE_SLOTS, width)
+        run(
+            hidden_grad, row_index, weight_grad, bias_grad, wide, columns=(0, wide_stop), lower_half=lower_half,
+            goes_on=True,
+        )  # fmt: skip
+    run(
+        hidden_grad, row_index, weight_grad, bias_grad, narrow, columns=(wide_stop, n_columns), weight_stop=stop,
+        lower_half=lower_half, continues=wide_stop > 0,
+    )  # fmt: skip
+    if stop < n_columns:
+        run(None, None, weight_grad, bias_grad, narrow, columns=(stop, n_columns))
+
+
+class Ring(NamedTuple):
+    """Memory for G of `slots` slices of `width` columns."""
+
+    memory: Tensor
+    slots: int
+    width: int
 
 
 class _Stream:
@@ -91,49 +147,111 @@ class _Stream:
         self.unit = gradient_unit(rows, self.dtype)
         self.scale = scale_tensor(head)
         self.programs = multiprocessors(hidden.device)
+        self.tile = launch_parameters("gradient", hidden.device, self.dtype)
+        self.step = max(self.tile.block_m, self.tile.block_n)  # widths are multiples of it
+        n_counters = 1 + 3 * ceil_div(head.weight.shape[0], MIN_WIDTH)
+        counters = torch.zeros(MAX_CHUNKS + 1, n_counters, dtype=torch.int32, device=hidden.device)
+        self.counters = iter(counters.unbind())  # a launch's each
+
+    def chunk_rows(self) -> int:
+        """Rows of a chunk, whole row blocks: 2048 of 8192 x 2304, 4096 of 65536."""
+        rows = max(min(CHUNK_ROWS, SUM_BYTES // (4 * self.d)), ceil_div(self.n, MAX_CHUNKS))
+        return min(ceil_div(rows, self.tile.block_m) * self.tile.block_m, self.n)
+
+    def column_bytes(self, n: int, slots: int) -> int:
+        """Of a ring for n rows, per column of a slice."""
+        return slots * ceil_div(n, self.tile.block_m) * self.tile.block_m * self.dtype.itemsize
+
+    def lower_half_in(self, free: Tensor | None, n: int) -> tuple[Tensor, Tensor | None]:
+        """([n, D] int16, what is left of free memory); memory of its own, and None, where it does not fit."""
+        memory, rest = (None, None) if free is None else _from_the_end(free, 2 * n * self.d)
+        if memory is None:
+            return torch.empty(n, self.d, dtype=torch.int16, device=self.hidden.device), None
+        return memory.view(torch.int16).view(n, self.d), rest
+
+    def ring_in(self, free: Tensor | None, n: int, own_bytes: int, own_slots: int = WIDE_SLOTS) -> Ring:
+        """For n rows in free memory, or in own_bytes of its own, or more, where that has no room for MIN_WIDTH."""
+        n_columns = ceil_div(self.head.weight.shape[0], self.step) * self.step
+        if free is not None:
+            per_column = self.column_bytes(n, WIDE_SLOTS)
+            width = min(free.numel() // per_column, max(WIDE, RING_BYTES // per_column), n_columns)
+            if width >= min(MIN_WIDTH, n_columns):
+                width = width // self.step * self.step
+                memory, _ = _from_the_end(free, width * per_column)
+                if memory is not None:
+                    return Ring(memory.view(self.dtype), WIDE_SLOTS, width)
+        per_column = self.column_bytes(n, own_slots)
+        width = min(max(own_bytes // per_column, MIN_WIDTH), n_columns) // self.step * self.step
+        memory = torch.empty(width * per_column // self.dtype.itemsize, dtype=self.dtype, device=self.hidden.device)
+        return Ring(memory, own_slots, width)
 
     def __call__(
-        self, hidden_grad, row_index, weight_grad, bias_grad, *, lower_half: Tensor | None = None, start: int = 0,
-        stop: int | None = None, accumulate=False, low_rank=False,
+        self, hidden_grad, row_index, weight_grad, bias_grad, ring: Ring, *, columns: tuple[int, int] | None = None,
+        rows: tuple[int, int] | None = None, weight_stop: int | None = None, lower_half: Tensor | None = None,
+        continues=False, goes_on=False, accumulate=False, low_rank=False,
     ) -> None:  # fmt: skip
-        """dE of all columns from `start` on; dC and dbias of those before `stop`.
+        """dE, dC and dbias of some columns and rows; dC and dbias of the columns before weight_stop only.
 
-        With `low_rank` these are the gradients of the second product's factors.
+        dE's sum `continues` that of an earlier launch, and `goes_on` in a later one. With `low_rank` these are the
+        gradients of the second product's factors.
         """
-        if hidden_grad is None and weight_grad is None and bias_grad is None:
-            return
-        head, rows, device = self.head, self.rows, self.hidden.device
-        t = launch_parameters("gradient", device, self.dtype)
-        n_blocks = ceil_div(self.n, t.block_m)
-        n_columns = head.weight.shape[0] - start
-        step = max(t.block_m, t.block_n)
-        ring_bytes = RING_BYTES // 2 if accumulate else RING_BYTES
-        width = max(ring_bytes // (2 * n_blocks * t.block_m * self.dtype.itemsize), MIN_WIDTH) // step * step
-        width = min(width, ceil_div(n_columns, step) * step)
-        slices = ceil_div(n_columns, width)
-        ring = torch.empty(2 * n_blocks * t.block_m * width, dtype=self.dtype, device=device)
-        counters = torch.zeros(1 + 2 * slices, dtype=torch.int32, device=device)
-        weight = head.weight[start:]
-        low_hidden, low_weight, rank = low_rank_arguments(head, slice(start, None))
-        factors = (low_hidden, low_weight) if low_rank else (self.hidden, weight)
+        head, t = self.head, self.tile
+        start, stop = columns or (0, head.weight.shape[0])
+        first, last = rows or (0, self.n)
+        n, n_columns = last - first, stop - start
+        n_weight_columns = n_columns if weight_stop is None else weight_stop - start
+        n_slices = ceil_div(n_columns, ring.width)
+        counters = next(self.counters)
+        ticket, made, weight_done, hidden_done = (counters[at:] for at in (0, 1, 1 + n_slices, 1 + 2 * n_slices))
+        hidden, weight = _part(self.hidden, first, last), _part(head.weight, start, stop)
+        low_hidden, low_weight, rank = low_rank_arguments(head, slice(start, stop))
+        low_hidden = _part(low_hidden, first, last)
+        factors = (low_hidden, low_weight) if low_rank else (hidden, weight)
         d_out = factors[0].shape[1]
         block_d = narrowed(t.block_n, d_out)
-        h, h_factor = Source(self.hidden, t.block_m, t.block_k), Source(factors[0], t.block_k, block_d)
+        h, h_factor = Source(hidden, t.block_m, t.block_k), Source(factors[0], t.block_k, block_d)
         w, w_factor = Source(weight, t.block_n, t.block_k), Source(factors[1], t.block_k, block_d)
+        target, lse, softmax, target_grad, softmax_logit, constant, row_index = (
+            _part(per_row, first, last)
+            for per_row in (
+                self.target, self.lse, self.rows.softmax, self.rows.target, self.rows.softmax_logit,
+                self.rows.constant, row_index,
+            )
+        )  # fmt: skip
+        if row_index is None:
+            hidden_grad = _part(hidden_grad, first, last)
         dense_stream_kernel[(self.programs,)](
             self.dense, h.source, w.source, low_hidden, low_weight, h_factor.source, w_factor.source,
-            _from(head.bias, start), self.scale, _from(head.column_weight, start), self.target, self.lse, rows.softmax,
-            rows.target, rows.softmax_logit, rows.constant, self.unit, self.n_rows, row_index, ring, hidden_grad,
-            lower_half, _from(weight_grad, start), _from(bias_grad, start), counters, counters[1:],
-            counters[1 + slices :], self.n, n_columns, n_columns if stop is None else stop - start, start, n_blocks,
-            h.stride_row, h.stride_col, w.stride_row, w.stride_col, h_factor.stride_row, w_factor.stride_row,
-            head.softcap or 1.0,
-            D=self.d, D_OUT=d_out, RANK=rank, HAS_SOFTCAP=head.softcap is not None, ACCUMULATE=accumulate, WIDTH=width,
+            _part(head.bias, start, stop), self.scale, _part(head.column_weight, start, stop), target, lse, softmax,
+            target_grad, softmax_logit, constant, self.unit, self.n_rows, row_index, ring.memory, hidden_grad,
+            lower_half, _part(weight_grad, start, stop), _part(bias_grad, start, stop), ticket, made, weight_done,
+            hidden_done, n, first, n_columns, n_weight_columns, start, ceil_div(n, t.block_m), ring.slots, ring.width,
+            int(continues), int(goes_on), h.stride_row, h.stride_col, w.stride_row, w.stride_col, h_factor.stride_row,
+            w_factor.stride_row, head.softcap or 1.0,
+            D=self.d, D_OUT=d_out, RANK=rank, HAS_SOFTCAP=head.softcap is not None, ACCUMULATE=accumulate,
             BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k, BLOCK_D=block_d, TMA_HIDDEN=h.tma,
             TMA_WEIGHT=w.tma, TMA_HIDDEN_FACTOR=h_factor.tma, TMA_WEIGHT_FACTOR=w_factor.tma,
             DTYPE=TL_DTYPE[self.dtype], PRECISION="ieee", num_warps=t.num_warps, num_stages=t.num_stages,
         )  # fmt: skip
 
 
-def _from(part: Tensor | None, start: int) -> Tensor | None:
-    return None if part is None else part[start:]
+def _part(tensor: Tensor | None, start: int, stop: int) -> Tensor | None:
+    return tensor if tensor is None or (start, stop) == (0, tensor.shape[0]) else tensor[start:stop]
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _whole_columns(free: Tensor, column_bytes: int) -> int:
+    """Columns of dC in `free`, its beginning: a multiple of 16, so that what follows them is aligned."""
+    return free.numel() // column_bytes // 16 * 16
+
+
+def _from_the_end(free: Tensor, size: int) -> tuple[Tensor | None, Tensor]:
+    """(`size` bytes at the end that begin at a multiple of ALIGNMENT, what lies before them), or (None, free)."""
+    start = free.numel() - size
+    start -= (free.data_ptr() + start) % ALIGNMENT
+    if start < 0:
+        return None, free
+    return free[start : start + size], free[:start]

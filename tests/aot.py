@@ -87,6 +87,7 @@ def _source(kernel: JITFunction, args: tuple, kwargs: dict):
         if parameter.name not in bound and parameter.has_default:
             bound[parameter.name] = parameter.default
     constexpr_names = {p.name for p in kernel.params if p.is_constexpr}
+    not_special = {p.num for p in kernel.params if p.do_not_specialize}
     signature, constants, attributes = {}, {}, {}
     for index, name in enumerate(kernel.arg_names):
         value = bound[name]
@@ -102,7 +103,9 @@ def _source(kernel: JITFunction, args: tuple, kwargs: dict):
             signature[name] = "i1"
         elif isinstance(value, int):
             signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if value == 1:
+            if index in not_special:
+                pass
+            elif value == 1:
                 signature[name], constants[(index,)] = "constexpr", 1
             elif value % 16 == 0:
                 attributes[(index,)] = [["tt.divisibility", 16]]
