@@ -202,7 +202,7 @@ class _Work:
         pack.union_kernel[(at.processors * 4,)](
             self.kept_bits, at.start, plan, self.union, self.union_start, self.union_count, self.touched, self.twice,
             self.n_words, at.n_groups, at.n_slabs, GROUP_WORDS=at.group_words, SLAB_WORDS=at.slab_columns // 32,
-            PROGRAMS=at.processors * 4, num_warps=4,
+            PROGRAMS=at.processors * 4, num_warps=8,
         )  # fmt: skip
 
     def hidden_grad(self, r: int, out: Tensor) -> None:
@@ -265,11 +265,11 @@ class _Work:
         split_unions_kernel[(programs,)](
             self.kept_bits, self.touched, self.twice, at.plan[0], self.union, self.union_start, self.union_count,
             counts, self.n_words, at.n_slabs, self.n_columns, D=self.d, SLAB_WORDS=at.slab_columns // 32,
-            PROGRAMS=programs, num_warps=4,
+            PROGRAMS=programs, num_warps=8,
         )  # fmt: skip
         direct_list_kernel[(programs,)](
             self.kept_bits, self.touched, self.twice, at.plan[0], counts, cursors, direct, self.n_words, at.n_slabs,
-            self.n_columns, D=self.d, SLAB_WORDS=at.slab_columns // 32, PROGRAMS=programs, num_warps=4,
+            self.n_columns, D=self.d, SLAB_WORDS=at.slab_columns // 32, PROGRAMS=programs, num_warps=8,
         )  # fmt: skip
         return direct
 

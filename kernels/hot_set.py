@@ -6,7 +6,7 @@ the log-sum-exp over the batch's HOT_COLUMNS most frequent targets it is 5.1% (m
 
 Any set of distinct columns gives a lower bound, so nothing depends on which ones are chosen: a batch with fewer
 distinct targets fills up with arbitrary columns. Products are fp32 sums rounded nowhere else; what remains of
-rounding is covered by the slack in `marks.mark_reference`.
+rounding is covered by the slack in `marks.mark_shift`.
 """
 
 import torch

@@ -57,12 +57,16 @@ def mark_words(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """[8, 8] int32: the tile's marks of each 16 tokens, which are a warp's: they meet in memory, not at a barrier."""
-    weight = 1 << tl.arange(0, BLOCK_N // 8)
+    """[8, 8] int32: the tile's marks of each 16 tokens, which are a warp's: they meet in memory, not at a barrier.
+
+    Tokens r and r + 8 of the 16 are one thread's: their bits meet first, before the columns' are added.
+    """
+    tl.static_assert(BLOCK_M == 128)
     hit = e >= threshold[None, :]
-    bits = tl.where(hit.reshape([BLOCK_M, BLOCK_N // 8, 8]), weight[None, :, None], 0)
-    words = tl.sum(bits, 1)  # distinct bits: their sum is their union
-    return tl.reduce_or(words.reshape([8, BLOCK_M // 8, 8]), 1)
+    weight = 1 << tl.arange(0, BLOCK_N // 8)
+    bits = tl.where(hit.reshape([8, 2, 8, BLOCK_N // 8, 8]), weight[None, None, None, :, None], 0)
+    words = tl.sum(tl.reduce_or(bits, 1), 2)  # distinct bits: their sum is their union
+    return tl.reduce_or(words, 1)
 
 
 @triton.jit

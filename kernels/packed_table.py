@@ -33,7 +33,7 @@ TABLE = {
         "hidden": dict(BLOCK_K=64, BLOCK_D=128, num_warps=4, num_stages=4, per_processor=2),
         "weight": dict(BLOCK_N=128, BLOCK_K=64, BLOCK_D=256, num_warps=8, num_stages=3, per_processor=1),
         "stream": dict(BLOCK_N=128, BLOCK_K=64, BLOCK_D=128, num_warps=4, num_stages=3, per_processor=2),
-        "direct": dict(BLOCK_N=128, BLOCK_K=64, BLOCK_D=128, PARTS=6, num_warps=4, num_stages=3, per_processor=2),
+        "direct": dict(BLOCK_N=128, BLOCK_K=64, BLOCK_D=128, PARTS=3, num_warps=4, num_stages=3, per_processor=2),
     },
     ("sm80", 2): {
         "gradient": dict(BLOCK_N=128, BLOCK_K=32, num_warps=8, num_stages=3, per_processor=2),
