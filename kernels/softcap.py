@@ -1,9 +1,9 @@
 """softcap * tanh(z / softcap), and what the two large kernels do with it, at little cost beside the matrix product.
 
-An exponential and a reciprocal per logit would take as long as a tenth of the product. With u = z / softcap, tanh(u) / u
-is a polynomial in u^2: of degree 3 where no |u| of a tile exceeds 0.5, of degree 6 up to 1.25. Its arithmetic and the
-softmax' exponential keep different units busy, if they alternate: `tl.map_elementwise` has the compiler emit them
-element by element, where it would finish one operation for the whole tile before the next.
+An exponential and a reciprocal per logit would take as long as a tenth of the product. With u = z / softcap,
+tanh(u) / u is a polynomial in u^2: of degree 3 where no |u| of a tile exceeds 0.5, of degree 6 up to 1.25. Its
+arithmetic and the softmax' exponential keep different units busy, if they alternate: `tl.map_elementwise` has the
+compiler emit them element by element, where it would finish one operation for the whole tile before the next.
 """
 
 import triton

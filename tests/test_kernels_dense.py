@@ -277,7 +277,7 @@ def test_frozen_sides_cost_no_product(products):
 
 @pytest.mark.parametrize("pair", [(EXACT, DROPS), (DROPS, EXACT)], ids=["FullE", "FullC"])
 def test_pairs_of_policies(pair, products):
-    """The exact side is exact()'s, the other one its own policy's; each is computed once. Marks move a last bit of lse."""
+    """The exact side is exact()'s, the other one its own policy's; each is computed once."""
     hidden, weight, _, target = truth.problem(140, 300, 16, FP32)
     target %= 100  # the other two tiles of columns have no target, and so nothing near 1
 
