@@ -11,6 +11,7 @@ repeatable.
 
 - Programs of the same split and different row blocks have neighbouring numbers, run together, and so read the same
   tiles of the weight from L2. Row blocks come in groups whose hidden rows fit into L2 too (`tiles.grouped`).
+- With a softcap m may be 0 in place of the maximum (`softcap`): it says what the sum is relative to, no more.
 - m starts at -inf, and a difference with a maximum of -inf is taken with 0 instead: rows whose logits are all -inf
   (an empty shard, masked ids) end with s = 0 and no NaN.
 - Row blocks behind the `n_rows` that count return at once; how many that is, only the device knows.
@@ -29,9 +30,9 @@ from torch import Tensor
 
 from .coin import COIN_BLOCKS, coin_thresholds
 from .launch_table import choose_splits, launch_parameters
-from .marks import FAR, add_marks, mark_shift, mark_targets, mark_words, marks_shape
+from .marks import FAR, add_marks, mark_bound, mark_shift, mark_targets, mark_words, marks_shape
 from .problem import Head, LocalStats, Marks, Sampling, StatsLayout, as_float_bits
-from .softcap import capped_exponentials, tanh
+from .softcap import capped_update, in_registers
 from .target_logit import write_target_logits
 from .tiles import (
     ROW_BLOCK,
@@ -141,9 +142,11 @@ def forward_kernel(
             coin_group = (row_block // COIN_BLOCKS).to(tl.int64)
             threshold = tl.load(threshold_ptr + coin_group * n_columns + columns, mask=inside, other=float("inf"))
         if CAPPED:
-            u = scaled_of(acc, bias, 1.0 / softcap if scale is None else scale / softcap)
-            top = tl.max(u if EVEN else tl.where(inside[None, :], u, -float("inf")), 1)
-            peak = tanh(top) * softcap  # tanh is monotonous
+            m, s, words = capped_update(
+                in_registers(scaled_of(acc, bias, scale)), softcap, inside, m, s,
+                lower_bound if lower_bound_ptr is not None else None,
+                threshold if lower_bound_ptr is not None else None, EVEN, lower_bound_ptr is not None, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
         else:
             x = logits_of(acc, bias, scale, softcap, HAS_SOFTCAP)
             if LOGIT_SUM:
@@ -160,33 +163,26 @@ def forward_kernel(
             if argmax_ptr is not None:
                 first = tl.min(tl.where(x == peak[:, None], columns[None, :], n_columns), 1)
                 argmax = tl.where(peak * LOG2E > m, first, argmax)
-        m_new = tl.maximum(m, peak * LOG2E)
-        unit = tl.where(m_new == -float("inf"), 0.0, m_new)  # of the running sums
-        shift = unit  # of this tile's exponentials
-        if lower_bound_ptr is not None:
-            shift = mark_shift(lower_bound, m, s, unit)
-        if CAPPED:
-            s_tile, words = capped_exponentials(
-                u, inside, softcap * LOG2E, shift, threshold if lower_bound_ptr is not None else None,
-                EVEN, lower_bound_ptr is not None, BLOCK_M, BLOCK_N,
-            )  # fmt: skip
-        else:
+            m_new = tl.maximum(m, peak * LOG2E)
+            unit = tl.where(m_new == -float("inf"), 0.0, m_new)  # of the running sums
+            shift = unit  # of this tile's exponentials
+            if lower_bound_ptr is not None:
+                shift = mark_shift(tl.maximum(mark_bound(lower_bound, m, s), unit), unit - 60.0, unit + 60.0)
+            rescale = tl.exp2(m - unit)
             e = tl.exp2(x * LOG2E - shift[:, None])
             s_tile = tl.sum(e, 1)
             if expected_ptr is not None:
                 expected_tile = tl.sum(tl.where(e > 0.0, e * x, 0.0), 1)
             if lower_bound_ptr is not None:
                 words = mark_words(e, threshold, BLOCK_M, BLOCK_N)
-        rescale = tl.exp2(m - unit)
-        if lower_bound_ptr is not None:
-            rescale_tile = tl.exp2(shift - unit)
-            s_tile *= rescale_tile
+                rescale_tile = tl.exp2(shift - unit)
+                s_tile *= rescale_tile
+                if expected_ptr is not None:
+                    expected_tile *= rescale_tile
+            s = s * rescale + s_tile
             if expected_ptr is not None:
-                expected_tile *= rescale_tile
-        s = s * rescale + s_tile
-        if expected_ptr is not None:
-            expected = expected * rescale + expected_tile
-        m = m_new
+                expected = expected * rescale + expected_tile
+            m = m_new
         if lower_bound_ptr is not None:
             add_marks(bits_ptr, n_words, row_block, tile, words, BLOCK_M, BLOCK_N)
     out = split.to(tl.int64) * n + rows

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .softcap import capped_gradient
+from .softcap import capped_gradient, in_registers
 from .tiles import logits_of, scaled_of
 from .units import LOG2E
 
@@ -56,8 +56,8 @@ def logit_gradient(
     if CAPPED and softmax_logit_ptr is None and constant_ptr is None:
         target = (tl.load(target_ptr + rows, mask=counts, other=-1) - first_column).to(tl.int32)
         target_grad = tl.load(target_grad_ptr + rows, mask=counts, other=0.0) * factor
-        u = scaled_of(product, bias, 1.0 / softcap if scale is None else scale / softcap)
-        g = capped_gradient(u, softcap * LOG2E, lse, softmax, target, target_grad, column, BLOCK_N)
+        z = in_registers(scaled_of(product, bias, scale))
+        g = capped_gradient(z, softcap, lse, softmax, target, target_grad, column, BLOCK_N)
     else:
         x = logits_of(product, bias, scale, softcap, HAS_SOFTCAP)
         p = tl.exp2(x * LOG2E - lse[:, None])

@@ -39,15 +39,20 @@ def marks_shape(n_rows: int, n_columns: int) -> tuple[int, int]:
 
 
 @triton.jit
-def mark_shift(lower_bound, m, s, m_new):
-    """What each token's exponentials are taken relative to, base-2 units: the largest known lower bound of its
-    log-sum-exp (the given one, the sum s * 2^m so far, or the maximum with this tile) minus the slack.
+def mark_bound(lower_bound, m, s):
+    """The larger of two lower bounds of each token's log-sum-exp, base 2: the given one, and the sum s * 2^m so far."""
+    return tl.maximum(lower_bound, m + tl.log2(s))
 
-    Within 60 of the maximum: sums neither overflow nor vanish, and columns marked in excess have p < 2^-60.
+
+@triton.jit
+def mark_shift(bound, least, most):
+    """What each token's exponentials are taken relative to, base-2 units: a lower bound of its log-sum-exp minus the
+    slack, within [least, most] so that sums neither overflow nor vanish.
+
+    No logit of the tile is below `least`, or a maximum lies 60 above it: it is a lower bound too. Where `most` cuts,
+    more columns may be marked than needed.
     """
-    bound = tl.maximum(tl.maximum(lower_bound, m + tl.log2(s)), m_new)
-    shift = bound - SLACK - SLACK_RELATIVE * tl.abs(bound)
-    return tl.maximum(tl.minimum(shift, m_new + 60.0), m_new - 60.0)
+    return tl.maximum(tl.minimum(bound - SLACK - SLACK_RELATIVE * tl.abs(bound), most), least)
 
 
 @triton.jit

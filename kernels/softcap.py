@@ -3,13 +3,17 @@
 An exponential and a reciprocal per logit would take as long as a tenth of the product. With u = z / softcap,
 tanh(u) / u is a polynomial in u^2: of degree 3 where no |u| of a tile exceeds 0.5, of degree 6 up to 1.25. Its
 arithmetic and the softmax' exponential keep different units busy, if they alternate: `tl.map_elementwise` has the
-compiler emit them element by element, where it would finish one operation for the whole tile before the next.
+compiler emit them element by element, where it would finish one operation for the whole tile before the next. Factors
+go into the coefficients.
+
+Which formula serves a tile takes its largest |z|. Where that is at most WINDOW in base 2, exponentials relative to 0
+neither overflow nor vanish, and the tile's maxima per token need not be known.
 """
 
 import triton
 import triton.language as tl
 
-from .marks import mark_words
+from .marks import mark_bound, mark_shift, mark_words
 from .units import LOG2E
 
 map_elementwise = tl.map_elementwise
@@ -21,19 +25,27 @@ if triton.knobs.runtime.interpret:  # it has none; functions without branches do
 
 SMALL: tl.constexpr = tl.constexpr(0.5)
 MEDIUM: tl.constexpr = tl.constexpr(1.25)
+WINDOW: tl.constexpr = tl.constexpr(55.0)  # 2^(2 * 55) times a tile's 256 columns is finite
 
 
 @triton.jit
-def largest_of(u):
-    return tl.max(tl.max(tl.abs(u), 1), 0)
+def in_registers(product):
+    """The product itself. Without an operation of its own here, each branch that reads it would wait for the tensor
+    cores anew, and for that the assembler makes all their operations wait for each other."""
+    return product.to(tl.int32, bitcast=True).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def small_ratio(u, factor):
-    """factor * tanh(u) / u, relative error 6e-7 up to |u| = SMALL."""
-    square = u * u
-    r = (-0.04440222680568695 * factor) * square + 0.13190296292304993 * factor
-    r = r * square - 0.33326318860054016 * factor
+def largest_of(z):
+    return tl.max(tl.max(tl.abs(z), 1), 0)
+
+
+@triton.jit
+def small_ratio(z, a, factor):
+    """factor * tanh(u) / u with u^2 = a * z^2; relative error 6e-7 up to |u| = SMALL."""
+    square = z * z
+    r = (-0.04440222680568695 * factor * a * a * a) * square + 0.13190296292304993 * factor * a * a
+    r = r * square - 0.33326318860054016 * factor * a
     return r * square + 0.999999463558197 * factor
 
 
@@ -58,7 +70,7 @@ def any_tanh(u):
 
 @triton.jit
 def tanh(u):
-    """Of a single number or few, whatever their size."""
+    """Of a few numbers, whatever their size."""
     return tl.where(tl.abs(u) <= MEDIUM, medium_ratio(u, 1.0) * u, any_tanh(u))
 
 
@@ -68,18 +80,19 @@ def soft_capped(z, softcap):
 
 
 @triton.jit
-def _small_exponential(u, to_base_2, shift):
-    return tl.exp2(small_ratio(u, to_base_2) * u - shift)
+def _small_exponential(z, a, shift):
+    return tl.exp2(small_ratio(z, a, LOG2E) * z - shift)
 
 
 @triton.jit
-def _medium_exponential(u, to_base_2, shift):
+def _medium_exponential(z, inverse, to_base_2, shift):
+    u = z * inverse
     return tl.exp2(medium_ratio(u, to_base_2) * u - shift)
 
 
 @triton.jit
-def _any_exponential(u, to_base_2, shift):
-    return tl.exp2(any_tanh(u) * to_base_2 - shift)
+def _any_exponential(z, inverse, to_base_2, shift):
+    return tl.exp2(any_tanh(z * inverse) * to_base_2 - shift)
 
 
 @triton.jit
@@ -92,60 +105,91 @@ def _sums(e, inside, threshold, EVEN: tl.constexpr, MARK: tl.constexpr, BLOCK_M:
 
 
 @triton.jit
-def capped_exponentials(
-    u, inside, to_base_2, shift, threshold, EVEN: tl.constexpr, MARK: tl.constexpr, BLOCK_M: tl.constexpr,
+def capped_update(
+    z,  # [BLOCK_M, BLOCK_N], from `in_registers`
+    softcap,
+    inside,  # [BLOCK_N]
+    m,  # [BLOCK_M] what the sums are relative to, base 2
+    s,  # [BLOCK_M] sums
+    lower_bound,  # [BLOCK_M], see `marks`
+    threshold,  # [BLOCK_N], see `marks`
+    EVEN: tl.constexpr,  # every column is inside
+    MARK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Sums over the columns and marks of e = 2^(tanh(u) * to_base_2 - shift).
+):
+    """(m, s) with the tile's columns, and their marks or zeros.
 
-    Both are inside the branches: the exponentials would live beside u behind them, in twice the registers.
+    Sums and marks are inside the branches: the exponentials would live beside z behind them, in twice the registers.
     """
-    largest = largest_of(u)
-    if largest <= SMALL:
-        e = map_elementwise(_small_exponential, u, to_base_2, shift[:, None])
-        s, words = _sums(e, inside, threshold, EVEN, MARK, BLOCK_M, BLOCK_N)
-    elif largest <= MEDIUM:
-        e = map_elementwise(_medium_exponential, u, to_base_2, shift[:, None])
-        s, words = _sums(e, inside, threshold, EVEN, MARK, BLOCK_M, BLOCK_N)
+    inverse, to_base_2 = 1.0 / softcap, softcap * LOG2E
+    largest = largest_of(z)
+    if largest <= tl.minimum(SMALL * softcap, WINDOW / LOG2E):
+        m_new = tl.maximum(m, 0.0)
+        shift = m_new
+        if MARK:
+            shift = mark_shift(mark_bound(lower_bound, m, s), -WINDOW, 2 * WINDOW)
+        e = map_elementwise(_small_exponential, z, inverse * inverse, shift[:, None])
+        s_tile, words = _sums(e, inside, threshold, EVEN, MARK, BLOCK_M, BLOCK_N)
     else:
-        e = map_elementwise(_any_exponential, u, to_base_2, shift[:, None])
-        s, words = _sums(e, inside, threshold, EVEN, MARK, BLOCK_M, BLOCK_N)
-    return s, words
+        top = tl.max(z if EVEN else tl.where(inside[None, :], z, -float("inf")), 1)
+        m_new = tl.maximum(m, tanh(top * inverse) * to_base_2)  # tanh is monotonous
+        shift = m_new
+        if MARK:
+            shift = mark_shift(tl.maximum(mark_bound(lower_bound, m, s), m_new), m_new - 60.0, m_new + 60.0)
+        if largest <= MEDIUM * softcap:
+            e = map_elementwise(_medium_exponential, z, inverse, to_base_2, shift[:, None])
+            s_tile, words = _sums(e, inside, threshold, EVEN, MARK, BLOCK_M, BLOCK_N)
+        else:
+            e = map_elementwise(_any_exponential, z, inverse, to_base_2, shift[:, None])
+            s_tile, words = _sums(e, inside, threshold, EVEN, MARK, BLOCK_M, BLOCK_N)
+    return m_new, s * tl.exp2(m - m_new) + s_tile * tl.exp2(shift - m_new), words
 
 
 @triton.jit
-def _small_gradient(u, to_base_2, lse, softmax):
-    t = small_ratio(u, 1.0) * u
-    return tl.exp2(t * to_base_2 - lse) * softmax * (1.0 - t * t)
+def _small_gradient(z, softcap, inverse, lse, softmax):
+    t = small_ratio(z, inverse * inverse, inverse) * z
+    return tl.exp2(t * (softcap * LOG2E) - lse) * softmax * (1.0 - t * t)
 
 
 @triton.jit
-def _gradient(t, to_base_2, lse, softmax, target, target_grad, column):
-    g = tl.exp2(t * to_base_2 - lse) * softmax
+def _gradient(t, softcap, lse, softmax, target, target_grad, column):
+    g = tl.exp2(t * (softcap * LOG2E) - lse) * softmax
     return tl.where(target == column, g + target_grad, g) * (1.0 - t * t)
 
 
 @triton.jit
-def _medium_gradient(u, to_base_2, lse, softmax, target, target_grad, column):
-    return _gradient(medium_ratio(u, 1.0) * u, to_base_2, lse, softmax, target, target_grad, column)
+def _medium_gradient(z, softcap, inverse, lse, softmax, target, target_grad, column):
+    u = z * inverse
+    return _gradient(medium_ratio(u, 1.0) * u, softcap, lse, softmax, target, target_grad, column)
 
 
 @triton.jit
-def _any_gradient(u, to_base_2, lse, softmax, target, target_grad, column):
-    return _gradient(any_tanh(u), to_base_2, lse, softmax, target, target_grad, column)
+def _any_gradient(z, softcap, inverse, lse, softmax, target, target_grad, column):
+    return _gradient(any_tanh(z * inverse), softcap, lse, softmax, target, target_grad, column)
 
 
 @triton.jit
-def capped_gradient(u, to_base_2, lse, softmax, target, target_grad, tile_column, BLOCK_N: tl.constexpr):
-    """(p * softmax + onehot * target_grad) * (1 - tanh(u)^2) of a tile, p = 2^(tanh(u) * to_base_2 - lse)."""
+def capped_gradient(
+    z,  # [rows, BLOCK_N], from `in_registers`
+    softcap,
+    lse,  # [rows] base 2
+    softmax,  # [rows]
+    target,  # [rows]
+    target_grad,  # [rows]
+    tile_column,
+    BLOCK_N: tl.constexpr,
+):
+    """(p * softmax + onehot * target_grad) * (1 - tanh(z / softcap)^2) of a tile."""
     has_target = (target >= tile_column) & (target < tile_column + BLOCK_N)  # one tile in eight at 256,000 columns
-    largest = largest_of(u)
+    largest = largest_of(z)
+    inverse = 1.0 / softcap
     lse, softmax, target, target_grad = lse[:, None], softmax[:, None], target[:, None], target_grad[:, None]
     column = (tile_column + tl.arange(0, BLOCK_N))[None, :]
-    if (largest <= SMALL) & (tl.max(has_target.to(tl.int32), 0) == 0):
-        g = map_elementwise(_small_gradient, u, to_base_2, lse, softmax)
-    elif largest <= MEDIUM:
-        g = map_elementwise(_medium_gradient, u, to_base_2, lse, softmax, target, target_grad, column)
+    if (largest <= SMALL * softcap) & (tl.max(has_target.to(tl.int32), 0) == 0):
+        g = map_elementwise(_small_gradient, z, softcap, inverse, lse, softmax)
+    elif largest <= MEDIUM * softcap:
+        g = map_elementwise(_medium_gradient, z, softcap, inverse, lse, softmax, target, target_grad, column)
     else:
-        g = map_elementwise(_any_gradient, u, to_base_2, lse, softmax, target, target_grad, column)
+        g = map_elementwise(_any_gradient, z, softcap, inverse, lse, softmax, target, target_grad, column)
     return g

@@ -18,7 +18,7 @@ from vpcce.kernels import tiles
 from vpcce.kernels.forward import forward_stats
 from vpcce.kernels.launch_table import choose_splits
 from vpcce.kernels.local import local_stats
-from vpcce.kernels.problem import Head
+from vpcce.kernels.problem import Head, Sampling
 
 pytestmark = [
     pytest.mark.interpreter,
@@ -151,6 +151,27 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options(options):
     check(make(130, 200, 64, **options))
+
+
+CAPS = {"no softcap": None, "polynomial": 40.0, "longer polynomial": 16.0, "exponential": 4.0, "no use": 1e6}
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("below", [0.0, 3.0, 150.0])
+@pytest.mark.parametrize("softcap", CAPS.values(), ids=CAPS)
+@pytest.mark.parametrize("marks", [False, True])
+def test_sums_relative_to_other_numbers_than_the_maximum(marks, softcap, below, entropy):
+    """Marks and softcap choose what exponentials are taken relative to; `below` is how poor the given bound is."""
+    problem = make(140, 500, 64, bias=60.0 if softcap == 1e6 else None, softcap=softcap)
+    x = problem.logits()
+    lse = x.logsumexp(1)
+    sampling = Sampling(torch.tensor(1), 2.0**-12, (lse - below).float()) if marks else None
+    stats = local_stats(
+        problem.hidden, problem.head, problem.target, n_rows=None, entropy=entropy, sampling=sampling
+    )  # fmt: skip
+    close(stats.max + stats.sum.log(), lse)
+    if entropy:
+        close(stats.expected / stats.sum, (x.softmax(1) * x).sum(1))
 
 
 @pytest.mark.parametrize("n_rows", [0, 1, 128, 200, 300])
