@@ -33,6 +33,12 @@ def read_rows(path: Path) -> dict[str, dict]:
     return {row["method"]: row for row in json.loads(path.read_text())}
 
 
+def test_kernels_belong_to_stages():
+    names = ["forward_kernel", "_thresholds_kernel", "packed_hidden_grad_kernel", "kept_list_kernel", "void at::fill"]
+    times = table.stages({name: 1.0 + i for i, name in enumerate(names)})
+    assert times == {"forward": 3.0, "dE": 3.0, "pack": 4.0, "other": 5.0}
+
+
 @pytest.mark.parametrize("kind", lm_like.KINDS)
 def test_synthetic_head_repeats_and_is_sparse(kind):
     first, second = (lm_like.lm_like(128, 4096, 128, kind=kind, device="cpu", seed=3) for _ in range(2))

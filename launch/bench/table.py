@@ -24,6 +24,17 @@ BIG_VOCABULARIES = {
     "Llama 3 8B": "8192x128256x4096",
 }
 PHI = "8192x32064x3072"
+# As the Cut Cross-Entropy paper's table A2; PyTorch's kernels in a vpcce step choose and multiply the hot set.
+STAGES = {
+    "target logit": ("target_logit",),
+    "hot set": ("hot_stats", "topk", "TopK", "nvjet", "gemm", "index", "scatter"),
+    "forward": ("forward_kernel", "merge_splits", "thresholds"),
+    "recompute": ("packed_gradient", "gradient_kernel"),
+    "dE": ("packed_hidden_grad",),
+    "dC": ("packed_stream", "packed_direct", "packed_weight_grad"),
+    "dE and dC": ("products_kernel", "dense_stream"),
+    "pack": ("count_kernel", "plan", "list", "keep", "union", "rank"),
+}
 
 
 class Rows:
@@ -187,11 +198,22 @@ def print_case(rows: list[dict]) -> None:
     print()
 
 
+def stages(kernels_ms: dict[str, float]) -> dict[str, float]:
+    """Milliseconds of each stage of a step, from the names of its kernels; a name belongs to the first that matches."""
+    times = dict.fromkeys((*STAGES, "other"), 0.0)
+    for name, ms in kernels_ms.items():
+        times[next((stage for stage, parts in STAGES.items() if any(p in name for p in parts)), "other")] += ms
+    return {stage: ms for stage, ms in times.items() if ms}
+
+
 def print_kernels(rows: list[dict]) -> None:
     for row in rows:
         if row.get("kernels_ms"):
             print(f"### kernels of {row['method']}, {row['shape']}, {row['head']} head, ms per step\n")
-            print("| kernel | ms |\n|---|---|")
+            print("| stage | ms |\n|---|---|")
+            for stage, ms in stages(row["kernels_ms"]).items():
+                print(f"| {stage} | {ms:.2f} |")
+            print("\n| kernel | ms |\n|---|---|")
             for name, ms in row["kernels_ms"].items():
                 print(f"| `{name}` | {ms:.3f} |")
             print()
