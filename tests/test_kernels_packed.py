@@ -328,4 +328,5 @@ def test_the_bound_is_a_bound(shape):
     assert not torch.any(kept & ~marked)
     if shape is ADVERSARIAL["ordinary"]:
         assert marked.sum() < 1.3 * kept.sum() + 30
-        assert marked[4].sum() < 1.5 * kept[4].sum() + 5  # tokens that do not count mark nothing
+    if shape is ADVERSARIAL["one-hot"]:  # and so few columns that those of other tokens would show
+        assert marked[4].sum() < 1.5 * kept[4].sum() + 5
