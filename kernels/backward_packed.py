@@ -38,6 +38,7 @@ from .packed_table import LAG, RING, packed_launch
 from .problem import Head, HiddenGradReady, Marks, Policy, RowGradients, weight_factors
 from .row_sum import row_sum
 from .tiles import Source, compute_dtype, gradient_unit, low_rank_arguments, narrowed
+from .unions import union_kernel
 
 
 def packed_backward(
@@ -199,7 +200,7 @@ class _Work:
             self.kept_column, self.n_words, self.n_columns, at.n_groups, GROUP_WORDS=at.group_words,
             GROUPS=at.groups_pow2, BLOCK=LIST_BLOCK, PROGRAMS=at.processors * 4, num_warps=4,
         )  # fmt: skip
-        pack.union_kernel[(at.processors * 4,)](
+        union_kernel[(at.processors * 4,)](
             self.kept_bits, at.start, plan, self.union, self.union_start, self.union_count, self.touched, self.twice,
             self.n_words, at.n_groups, at.n_slabs, GROUP_WORDS=at.group_words, SLAB_WORDS=at.slab_columns // 32,
             PROGRAMS=at.processors * 4, num_warps=8,

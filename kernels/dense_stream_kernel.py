@@ -1,4 +1,4 @@
-"""The exact backward in one launch that the device may refuse; `dense_stream` starts it.
+"""The exact backward in a launch that the device may refuse; `dense_stream` starts it.
 
 Slices of the vocabulary pass through two kinds of work, cut into items that programs take in the order of a ticket
 counter; the ring has room for G of `slots` slices, two or more:

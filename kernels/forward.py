@@ -5,9 +5,10 @@ registers; the running maximum m and sum s of a token are updated per tile,
 
     m' = max(m, max x * log2 e)        s' = s * 2^(m - m') + sum 2^(x * log2 e - m')
 
-in base-2 units, since exp2 is one instruction and its argument another. Each program writes its statistics once,
-[splits, N], and a second, small kernel merges the splits. There are no atomics and no locks: results are bitwise
-repeatable.
+in base-2 units, since exp2 is one instruction and its argument another. With marks, a tile's exponentials are taken
+relative to a lower bound of the log-sum-exp (`marks`) and their sum is scaled to m'. Each program writes its statistics
+once, [splits, N], and a second, small kernel merges the splits. Statistics need no atomics and no locks: results are
+bitwise repeatable.
 
 - Programs of the same split and different row blocks have neighbouring numbers, run together, and so read the same
   tiles of the weight from L2. Row blocks come in groups whose hidden rows fit into L2 too (`tiles.grouped`).

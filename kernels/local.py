@@ -6,7 +6,7 @@
 
 Each gradient has its own policy. Where both have the same they share the recomputed logits; otherwise dE is computed
 first, so that its collective can start, and dC after it. On real heads the paper's filter keeps more than half of its
-tiles (DESIGN.md 6), too many for lists to pay: it is the dense backward with the dropped tiles of G set to 0.
+tiles, too many for lists to pay: it is the dense backward with the dropped tiles of G set to 0.
 """
 
 from dataclasses import replace

@@ -13,8 +13,8 @@ row cross threads (a maximum over tokens of every column would shuffle 256 value
 
     column c  <->  word (c // 256) * 8 + c % 8, bit (c // 8) % 32      e.g. c = 300: word 8 + 4 = 12, bit 37 % 32 = 5
 
-Tiles narrower than 256 columns write 16- or 8-bit parts of the words. Bits of columns beyond the vocabulary and words
-of row blocks without tokens are undefined; readers mask them.
+Tiles narrower than 256 columns fill 16- or 8-bit parts of the words. Bits of columns beyond the vocabulary are
+undefined, readers mask them; words of row blocks without tokens are 0.
 
 Is the bound a bound? It and x carry rounding errors, and the backward recomputes x in another order of additions.
 SLACK covers both: 2^-6 absolutely (1.6% of a probability; products whose absolute terms sum up to 2^16 still fit)
@@ -49,8 +49,8 @@ def mark_shift(bound, least, most):
     """What each token's exponentials are taken relative to, base-2 units: a lower bound of its log-sum-exp minus the
     slack, within [least, most] so that sums neither overflow nor vanish.
 
-    No logit of the tile is below `least`, or a maximum lies 60 above it: it is a lower bound too. Where `most` cuts,
-    more columns may be marked than needed.
+    `least` must be a lower bound too: no logit of the tile is below it, or some logit so far is above it. Where `most`
+    cuts, more columns may be marked than needed.
     """
     return tl.maximum(tl.minimum(bound - SLACK - SLACK_RELATIVE * tl.abs(bound), most), least)
 

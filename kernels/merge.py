@@ -1,6 +1,7 @@
 """The statistics of all ranks become those of the whole vocabulary, in the order of the caller's tokens.
 
-With M = max over ranks of the local maxima m_r, and what `StatsLayout` says each rank has sent:
+With M = max over ranks of m_r, a rank's maximum or what its sum is relative to, and what `StatsLayout` says each rank
+has sent:
 
     lse = M + log(sum_r s_r * exp(m_r - M))       never below the target's logit, which is summed in another order
     target_logit = sum_r target_logit_r           0 on all ranks but one

@@ -28,14 +28,12 @@ from .pack import (
     PLAN_LAST,
     PLAN_SPILL,
     PLAN_STORAGE_SHIFT,
-    append_columns,
-    append_union,
-    kept_apart,
     load_words,
     popcount,
 )
 from .packed_gradient import load_arena
 from .packed_products import active_blocks, add_product, kept_pairs
+from .unions import append_columns, append_union, kept_apart
 
 SETS: tl.constexpr = tl.constexpr(5)  # of `kept_apart`
 LISTS: tl.constexpr = tl.constexpr(256)  # whose counts are loaded at a time

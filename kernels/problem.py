@@ -130,7 +130,7 @@ class LocalStats:
 
     @property
     def max(self) -> Tensor:
-        """[N]"""
+        """[N], what `sum` is relative to: the maximum, or with a softcap 0 where that is larger."""
         return self.packed[0]
 
     @property

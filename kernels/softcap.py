@@ -1,13 +1,14 @@
 """softcap * tanh(z / softcap), and what the two large kernels do with it, at little cost beside the matrix product.
 
 An exponential and a reciprocal per logit would take as long as a tenth of the product. With u = z / softcap,
-tanh(u) / u is a polynomial in u^2: of degree 3 where no |u| of a tile exceeds 0.5, of degree 6 up to 1.25. Its
-arithmetic and the softmax' exponential keep different units busy, if they alternate: `tl.map_elementwise` has the
-compiler emit them element by element, where it would finish one operation for the whole tile before the next. Factors
-go into the coefficients.
+tanh(u) / u is a polynomial in u^2: of degree 3 where no |u| of a tile exceeds 0.5, of degree 6 up to 1.25; beyond, a
+tile takes the exponential. The polynomials' arithmetic and the softmax' exponential keep different units busy, if they
+alternate: `tl.map_elementwise` has the compiler emit them element by element, where it would finish one operation for
+the whole tile before the next. Factors go into the coefficients.
 
-Which formula serves a tile takes its largest |z|. Where that is at most WINDOW in base 2, exponentials relative to 0
-neither overflow nor vanish, and the tile's maxima per token need not be known.
+Which formula serves a tile takes its largest |z|, whoever's token it is: a token's last bits depend on its row block's
+others. Where the largest is at most WINDOW in base 2, exponentials relative to 0 neither overflow nor vanish, and the
+tile's maxima per token need not be known.
 """
 
 import triton
@@ -26,6 +27,7 @@ if triton.knobs.runtime.interpret:  # it has none; functions without branches do
 SMALL: tl.constexpr = tl.constexpr(0.5)
 MEDIUM: tl.constexpr = tl.constexpr(1.25)
 WINDOW: tl.constexpr = tl.constexpr(55.0)  # 2^(2 * 55) times a tile's 256 columns is finite
+LEAST_SOFTCAP: tl.constexpr = tl.constexpr(1e-4)  # whose inverse has a finite seventh power
 
 
 @triton.jit
@@ -38,6 +40,12 @@ def in_registers(product):
 @triton.jit
 def largest_of(z):
     return tl.max(tl.max(tl.abs(z), 1), 0)
+
+
+@triton.jit
+def small_limit(softcap):
+    """The largest |z| of a tile for which `small_ratio` serves."""
+    return tl.where(softcap < LEAST_SOFTCAP, -1.0, SMALL * softcap)
 
 
 @triton.jit
@@ -62,16 +70,10 @@ def medium_ratio(u, factor):
 
 
 @triton.jit
-def any_tanh(u):
-    """Absolute error 1.2e-7: for tiles that hold a |u| above MEDIUM, whose logit has an error as large."""
-    root = tl.rsqrt(1.0 + tl.exp2(u * (2.0 * LOG2E)))
-    return 1.0 - 2.0 * (root * root)
-
-
-@triton.jit
 def tanh(u):
-    """Of a few numbers, whatever their size."""
-    return tl.where(tl.abs(u) <= MEDIUM, medium_ratio(u, 1.0) * u, any_tanh(u))
+    """Of any size; relative error 6e-7."""
+    root = tl.rsqrt(1.0 + tl.exp2(u * (2.0 * LOG2E)))  # its square loses digits where u is small
+    return tl.where(tl.abs(u) <= SMALL, small_ratio(u, 1.0, 1.0) * u, 1.0 - 2.0 * (root * root))
 
 
 @triton.jit
@@ -92,7 +94,7 @@ def _medium_exponential(z, inverse, to_base_2, shift):
 
 @triton.jit
 def _any_exponential(z, inverse, to_base_2, shift):
-    return tl.exp2(any_tanh(z * inverse) * to_base_2 - shift)
+    return tl.exp2(tanh(z * inverse) * to_base_2 - shift)
 
 
 @triton.jit
@@ -124,7 +126,7 @@ def capped_update(
     """
     inverse, to_base_2 = 1.0 / softcap, softcap * LOG2E
     largest = largest_of(z)
-    if largest <= tl.minimum(SMALL * softcap, WINDOW / LOG2E):
+    if largest <= tl.minimum(small_limit(softcap), WINDOW / LOG2E):
         m_new = tl.maximum(m, 0.0)
         shift = m_new
         if MARK:
@@ -133,10 +135,11 @@ def capped_update(
         s_tile, words = _sums(e, inside, threshold, EVEN, MARK, BLOCK_M, BLOCK_N)
     else:
         top = tl.max(z if EVEN else tl.where(inside[None, :], z, -float("inf")), 1)
-        m_new = tl.maximum(m, tanh(top * inverse) * to_base_2)  # tanh is monotonous
+        peak = tanh(top * inverse) * to_base_2  # tanh is monotonous
+        m_new = tl.maximum(m, peak)
         shift = m_new
-        if MARK:
-            shift = mark_shift(tl.maximum(mark_bound(lower_bound, m, s), m_new), m_new - 60.0, m_new + 60.0)
+        if MARK:  # m_new may be a 0 that no logit reaches; one was above -WINDOW then
+            shift = mark_shift(tl.maximum(mark_bound(lower_bound, m, s), peak), m_new - 60.0, m_new + 60.0)
         if largest <= MEDIUM * softcap:
             e = map_elementwise(_medium_exponential, z, inverse, to_base_2, shift[:, None])
             s_tile, words = _sums(e, inside, threshold, EVEN, MARK, BLOCK_M, BLOCK_N)
@@ -166,7 +169,7 @@ def _medium_gradient(z, softcap, inverse, lse, softmax, target, target_grad, col
 
 @triton.jit
 def _any_gradient(z, softcap, inverse, lse, softmax, target, target_grad, column):
-    return _gradient(any_tanh(z * inverse), softcap, lse, softmax, target, target_grad, column)
+    return _gradient(tanh(z * inverse), softcap, lse, softmax, target, target_grad, column)
 
 
 @triton.jit
@@ -186,7 +189,7 @@ def capped_gradient(
     inverse = 1.0 / softcap
     lse, softmax, target, target_grad = lse[:, None], softmax[:, None], target[:, None], target_grad[:, None]
     column = (tile_column + tl.arange(0, BLOCK_N))[None, :]
-    if (largest <= SMALL * softcap) & (tl.max(has_target.to(tl.int32), 0) == 0):
+    if (largest <= small_limit(softcap)) & (tl.max(has_target.to(tl.int32), 0) == 0):
         g = map_elementwise(_small_gradient, z, softcap, inverse, lse, softmax)
     elif largest <= MEDIUM * softcap:
         g = map_elementwise(_medium_gradient, z, softcap, inverse, lse, softmax, target, target_grad, column)

@@ -174,6 +174,18 @@ def test_sums_relative_to_other_numbers_than_the_maximum(marks, softcap, below, 
         close(stats.expected / stats.sum, (x.softmax(1) * x).sum(1))
 
 
+@pytest.mark.parametrize("softcap", [1e-30, 1e-12, 1e-7, 1e-4, 30.0, 1e3, 1e6, 1e12])
+def test_softcaps_of_any_size(softcap):
+    """One logit beyond the softcap sends its tile to the formula for all sizes; the other tokens keep their digits."""
+    problem = make(6, 200, 64, softcap=softcap)
+    problem.head.weight[7] = 0.0
+    problem.head.weight[7, 0] = 1.3 * softcap
+    problem.hidden[:, 0] = 0.0
+    problem.hidden[3, 0] = 1.0
+    stats = local_stats(problem.hidden, problem.head, problem.target, n_rows=None)
+    close(stats.max + stats.sum.log(), problem.logits().logsumexp(1))
+
+
 @pytest.mark.parametrize("n_rows", [0, 1, 128, 200, 300])
 def test_rows_that_do_not_count(n_rows):
     """None; part of the first block; a whole block; part of the second; all."""

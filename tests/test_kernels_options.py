@@ -45,6 +45,16 @@ def test_class_weight_with_label_smoothing(options):
     compare(ours, plain, leaves, wide)
 
 
+@pytest.mark.parametrize("backward", [vpcce.exact(), vpcce.sampled(1e-30)], ids=["exact", "sampled"])
+@pytest.mark.parametrize("softcap", [1e-30, 1e-7, 1e-4])
+def test_tiny_softcaps(softcap, backward):
+    """At logits of 0, where the slope is 1; powers of the softcap must not overflow on the way."""
+    leaves, wide, target = problem(20, 200, 16)
+    leaves[0].data.zero_(), wide[0].data.zero_()
+    ours = vpcce.linear_cross_entropy(leaves[0], leaves[1], target, softcap=softcap, backward=backward)
+    compare(ours, truth.cross_entropy(wide[0], wide[1], target, softcap=softcap), leaves[:2], wide[:2])
+
+
 @pytest.mark.parametrize("softcap", [30.0, 1e4, 1e12])
 @pytest.mark.parametrize("backward", [vpcce.exact(), vpcce.sampled(1e-30)], ids=["exact", "sampled"])
 def test_softcap_of_confident_tokens(backward, softcap):

@@ -28,12 +28,12 @@ PHI = "8192x32064x3072"
 STAGES = {
     "target logit": ("target_logit",),
     "hot set": ("hot_stats", "topk", "TopK", "nvjet", "gemm", "index", "scatter"),
-    "forward": ("forward_kernel", "merge_splits", "thresholds"),
+    "forward": ("forward_kernel", "merge_", "thresholds"),
     "recompute": ("packed_gradient", "gradient_kernel"),
     "dE": ("packed_hidden_grad",),
     "dC": ("packed_stream", "packed_direct", "packed_weight_grad"),
     "dE and dC": ("products_kernel", "dense_stream"),
-    "pack": ("count_kernel", "plan", "list", "keep", "union", "rank"),
+    "pack": ("count_kernel", "plan_", "list_kernel", "keep_kernel", "union"),
 }
 
 

@@ -1,0 +1,103 @@
+"""The forward's marks: none is missing that the backward would keep, and their bits are where readers look for them."""
+
+import pytest
+import torch
+import triton
+from interpreter import prepare_kernels
+
+from vpcce import sampling
+from vpcce.kernels import marks
+from vpcce.kernels.coin import coin_thresholds
+from vpcce.kernels.forward import forward_stats
+from vpcce.kernels.hot_set import hot_set_stats
+from vpcce.kernels.problem import Head, Sampling
+
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
+]
+SEED = torch.tensor(2**40 + 77)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    prepare_kernels(monkeypatch)
+
+
+def test_pack_and_unpack_marks_are_inverse():
+    wanted = torch.rand(3, 1000) < 0.3
+    bits = marks.pack_marks(wanted)
+    assert bits.shape == marks.marks_shape(384, 1000)
+    assert torch.equal(marks.unpack_marks(bits, 1000), wanted)
+
+
+def test_coin_of_kernel_and_cpu_are_equal():
+    table = coin_thresholds(SEED, 1.0, 1200, 5, 3000)
+    k = sampling.coin(SEED, torch.arange(0, 12, 4), torch.arange(5, 3005)).double()
+    assert torch.equal(table.double() * sampling.LEVELS, k)
+
+
+ADVERSARIAL = {
+    "ordinary": lambda x: x,
+    "all logits near -200": lambda x: x - 200,
+    "all logits near +5000": lambda x: x + 5000,
+    "ties": lambda x: (x * 2).round() / 2,
+    "one-hot": lambda x: torch.where(x == x.amax(1, keepdim=True), 80.0, x),
+    "identical rows": lambda x: x[:1].expand_as(x),
+    "sure, with doubts as large as eps": lambda x: torch.where(x == x.amax(1, keepdim=True), 80.0, 71.5 + x / 8),
+}
+
+
+@pytest.mark.parametrize("shape", ADVERSARIAL.values(), ids=ADVERSARIAL)
+def test_the_bound_is_a_bound(shape):
+    """No column that the backward would keep goes unmarked, whatever the logits; weight = identity makes them so."""
+    n, v, eps = 640, 512, 2.0**-12  # two coin groups; of the last row block a few tokens count
+    n_rows = torch.tensor([520], dtype=torch.int32)
+    g = torch.Generator().manual_seed(1)
+    x = shape(4 * torch.randn(n, v, generator=g))
+    head = Head(torch.eye(v), start=100)
+    target = torch.randint(0, v, (n,), generator=g)
+    top, total = hot_set_stats(x, head, target)
+    bound = top + total.log()
+    truth = x.double()
+    lse = truth.logsumexp(1)
+    assert torch.all(bound.double()[:520] <= lse[:520] + 1e-3 * (1 + lse[:520].abs() * 1e-2))
+    stats = forward_stats(
+        x, head, target, n_rows=n_rows, entropy=False, argmax=False, logit_sum=False,
+        sampling=Sampling(SEED, eps, bound),
+    )  # fmt: skip
+    error = (truth - lse[:, None]).exp()
+    error[torch.arange(n), target] -= 1
+    error[520:] = 0
+    m = sampling._block_max(error)
+    kept = sampling.keep_scale(m, eps, SEED, torch.arange(5), torch.arange(100, 100 + v)) > 0
+    marked = marks.unpack_marks(stats.marks.bits, v)
+    assert not torch.any(kept & ~marked)
+    if shape is ADVERSARIAL["ordinary"]:
+        assert marked.sum() < 1.3 * kept.sum() + 30
+    if shape is ADVERSARIAL["one-hot"]:  # and so few columns that those of other tokens would show
+        assert marked[4].sum() < 1.5 * kept[4].sum() + 5
+
+
+@pytest.mark.parametrize("base", [-6.0, -12.0])
+@pytest.mark.parametrize("softcap", [30.0, 100.0])
+def test_the_bound_of_small_sums_behind_a_softcap(softcap, base):
+    """Sums relative to 0 of logits far below it, and then a tile whose maxima are needed: 0 is no bound there."""
+    n, v, eps = 128, 256, 2.0**-6
+    g = torch.Generator().manual_seed(2)
+    z = base + 0.5 * torch.randn(n, v, generator=g)
+    z[1, 200] = 27.0 if softcap == 30.0 else 60.0  # in the second tile of 128 columns
+    head = Head(torch.eye(v), softcap=softcap)
+    target = torch.zeros(n, dtype=torch.int64)
+    truth = softcap * torch.tanh(z.double() / softcap)
+    lse = truth.logsumexp(1)
+    assert lse[0] < 0
+    stats = forward_stats(
+        z, head, target, n_rows=None, entropy=False, argmax=False, logit_sum=False,
+        sampling=Sampling(SEED, eps, (lse - 1e-3).float()), splits=1,
+    )  # fmt: skip
+    torch.testing.assert_close((stats.max + stats.sum.log()).double(), lse, rtol=1e-5, atol=1e-5)
+    m = sampling._block_max((truth - lse[:, None]).exp())
+    kept = sampling.keep_scale(m, eps, SEED, torch.arange(1), torch.arange(v)) > 0
+    assert 10 < kept[:, 128:].sum() < 128
+    assert not torch.any(kept & ~marks.unpack_marks(stats.marks.bits, v))
