@@ -135,7 +135,7 @@ def test_equals_the_dense_backward(way, options, launches, dtype=BF16):
         assert relative_error(d_hidden, true_hidden) < error
     if d_weight is not None:
         assert relative_error(d_weight, true_weight) < 2**-8
-    if options:  # the order of every sum is fixed
+    if options:  # slices depend on no address; that the order of sums does not depend on time only a GPU can show
         for first, again in zip(results, run(), strict=True):
             assert first is None or torch.equal(first, again)
 
