@@ -24,7 +24,7 @@ import triton.language as tl
 
 from .logit_gradient import logit_gradient
 from .tickets import signal, wait_for
-from .tiles import add_low_rank, count_rows, grouped, halves_of, load_scale, load_tile
+from .tiles import add_low_rank, count_rows, grouped, load_scale, load_tile
 
 PART = tl.constexpr(64)  # columns of a tile of dE or dC that are stored at a time
 GROUP = tl.constexpr(16)  # row blocks whose G is made before the next ones': 128 programs read 16 of them and 8 tiles
@@ -38,9 +38,15 @@ def _load_gradient(slot_ptr, row, col, width, ROWS: tl.constexpr, COLS: tl.const
 
 
 @triton.jit
+def _halves(tile):
+    """Its left and its right columns."""
+    return tl.split(tile.reshape([tile.shape[0], 2, tile.shape[1] // 2]).permute(0, 2, 1))
+
+
+@triton.jit
 def _put_weight_grad(tile, rows, column, out_ptr, n_rows, D: tl.constexpr, ACCUMULATE: tl.constexpr):
     if ACCUMULATE and tile.shape[1] > PART:
-        left, right = halves_of(tile)
+        left, right = _halves(tile)
         _put_weight_grad(left, rows, column, out_ptr, n_rows, D, ACCUMULATE)
         _put_weight_grad(right, rows, column + tile.shape[1] // 2, out_ptr, n_rows, D, ACCUMULATE)
     else:
@@ -56,7 +62,7 @@ def _put_weight_grad(tile, rows, column, out_ptr, n_rows, D: tl.constexpr, ACCUM
 def _put_hidden_grad(tile, rows, to, column, out_ptr, lower_half_ptr, n_rows, adds, ends, D: tl.constexpr):
     """Adds the tile to dE's sum if there `adds` one, and rounds it if it `ends` here."""
     if tile.shape[1] > PART:
-        left, right = halves_of(tile)
+        left, right = _halves(tile)
         _put_hidden_grad(left, rows, to, column, out_ptr, lower_half_ptr, n_rows, adds, ends, D)
         column += tile.shape[1] // 2
         _put_hidden_grad(right, rows, to, column, out_ptr, lower_half_ptr, n_rows, adds, ends, D)

@@ -24,13 +24,7 @@ Worked example, BLOCK_N = 128, one super-block, counts = 130 5 0 0 200:
 import triton
 import triton.language as tl
 
-from .pack import (
-    PLAN_LAST,
-    PLAN_SPILL,
-    PLAN_STORAGE_SHIFT,
-    load_words,
-    popcount,
-)
+from .pack import PLAN_LAST, PLAN_SPILL, PLAN_STORAGE_SHIFT, load_words, popcount
 from .packed_gradient import load_arena
 from .packed_products import active_blocks, add_product, kept_pairs
 from .unions import append_columns, append_union, kept_apart
@@ -47,9 +41,14 @@ def direct_limit(plan_ptr, n_columns, D: tl.constexpr):
 
 
 @triton.jit
-def direct_words(touched_ptr, twice_ptr, words, n_words, limit):
-    """Bits of the columns that are direct, whichever super-block keeps them."""
-    return load_words(touched_ptr, 0, words, n_words, limit) & ~load_words(twice_ptr, 0, words, n_words, limit)
+def _sets_of(item, kept_bits_ptr, touched_ptr, twice_ptr, last, limit, n_words, n_slabs, SLAB_WORDS: tl.constexpr):
+    """An item of the list kernels: (super-block, words of its slab, its five sets, the bits of direct columns)."""
+    super_block = item // n_slabs
+    words = item % n_slabs * SLAB_WORDS + tl.arange(0, SLAB_WORDS)
+    sets = kept_apart(kept_bits_ptr, super_block, last, words, n_words)
+    touched = load_words(touched_ptr, 0, words, n_words, limit)
+    direct = touched & ~load_words(twice_ptr, 0, words, n_words, limit)
+    return super_block, words, sets, direct
 
 
 @triton.jit
@@ -73,28 +72,17 @@ def split_unions_kernel(
     limit = direct_limit(plan_ptr, n_columns, D)
     bit = tl.arange(0, 32)
     for item in range(tl.program_id(0), tl.cdiv(last, 4) * n_slabs, PROGRAMS):
-        words = item % n_slabs * SLAB_WORDS + tl.arange(0, SLAB_WORDS)
-        super_block = item // n_slabs
-        only_0, only_1, only_2, only_3, several = kept_apart(kept_bits_ptr, super_block, last, words, n_words)
-        direct = direct_words(touched_ptr, twice_ptr, words, n_words, limit)
+        super_block, words, sets, direct = _sets_of(
+            item, kept_bits_ptr, touched_ptr, twice_ptr, last, limit, n_words, n_slabs, SLAB_WORDS
+        )
         counts = counts_ptr + super_block * SETS
-        tl.atomic_add(counts, tl.sum(popcount(only_0 & direct), 0), sem="relaxed")
-        tl.atomic_add(counts + 1, tl.sum(popcount(only_1 & direct), 0), sem="relaxed")
-        tl.atomic_add(counts + 2, tl.sum(popcount(only_2 & direct), 0), sem="relaxed")
-        tl.atomic_add(counts + 3, tl.sum(popcount(only_3 & direct), 0), sem="relaxed")
-        tl.atomic_add(counts + 4, tl.sum(popcount(several & direct), 0), sem="relaxed")
+        for i in tl.static_range(SETS):
+            tl.atomic_add(counts + i, tl.sum(popcount(sets[i] & direct), 0), sem="relaxed")
         total = append_union(
-            union_ptr + tl.load(union_start_ptr + item), only_0 & ~direct, only_1 & ~direct, only_2 & ~direct,
-            only_3 & ~direct, several & ~direct, words, bit,
+            union_ptr + tl.load(union_start_ptr + item), sets[0] & ~direct, sets[1] & ~direct, sets[2] & ~direct,
+            sets[3] & ~direct, sets[4] & ~direct, words, bit,
         )  # fmt: skip
         tl.store(union_count_ptr + item, total)
-
-
-@triton.jit
-def _append_direct(direct_ptr, cursor_ptr, start, bits, words, bit):
-    n = tl.sum(popcount(bits), 0)
-    at = start + tl.atomic_add(cursor_ptr, n, sem="relaxed")
-    append_columns(direct_ptr + at, bits, words, bit)
 
 
 @triton.jit
@@ -118,25 +106,20 @@ def direct_list_kernel(
     limit = direct_limit(plan_ptr, n_columns, D)
     bit = tl.arange(0, 32)
     for item in range(tl.program_id(0), tl.cdiv(last, 4) * n_slabs, PROGRAMS):
-        words = item % n_slabs * SLAB_WORDS + tl.arange(0, SLAB_WORDS)
-        super_block = item // n_slabs
-        only_0, only_1, only_2, only_3, several = kept_apart(kept_bits_ptr, super_block, last, words, n_words)
-        direct = direct_words(touched_ptr, twice_ptr, words, n_words, limit)
+        super_block, words, sets, direct = _sets_of(
+            item, kept_bits_ptr, touched_ptr, twice_ptr, last, limit, n_words, n_slabs, SLAB_WORDS
+        )
         counts = counts_ptr + super_block * SETS
         cursor = cursor_ptr + super_block * SETS
         start = tl.zeros((), tl.int32)
         for lists in range(0, super_block * SETS, LISTS):
             offs = lists + tl.arange(0, LISTS)
             start += tl.sum(tl.load(counts_ptr + offs, mask=offs < super_block * SETS, other=0), 0)
-        _append_direct(direct_ptr, cursor, start, only_0 & direct, words, bit)
-        start += tl.load(counts)
-        _append_direct(direct_ptr, cursor + 1, start, only_1 & direct, words, bit)
-        start += tl.load(counts + 1)
-        _append_direct(direct_ptr, cursor + 2, start, only_2 & direct, words, bit)
-        start += tl.load(counts + 2)
-        _append_direct(direct_ptr, cursor + 3, start, only_3 & direct, words, bit)
-        start += tl.load(counts + 3)
-        _append_direct(direct_ptr, cursor + 4, start, several & direct, words, bit)
+        for i in tl.static_range(SETS):
+            bits = sets[i] & direct
+            at = start + tl.atomic_add(cursor + i, tl.sum(popcount(bits), 0), sem="relaxed")
+            append_columns(direct_ptr + at, bits, words, bit)
+            start += tl.load(counts + i)
 
 
 @triton.jit

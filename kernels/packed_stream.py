@@ -10,8 +10,8 @@ Step k of the order holds the adds of part k and the rounds of part k - LAG. A r
 are done, an add until the part that used its place before is rounded. What an item waits for has a smaller ticket,
 so a running program has taken it: waits end, however many programs run at once. Most items find it done already.
 
-Columns that no row block kept have no sum: their zeros are written without reading or clearing the part, which is
-four columns in five at the benchmark's shapes. Columns that `packed_direct` has finished are in no list here, and the
+Columns that no row block kept, more than half at the benchmark's first shape, have no sum: their zeros are written
+without reading or clearing the part. Columns that `packed_direct` has finished are in no list here, and the
 round leaves their rows of dC as they are.
 
 G lies in the storage of dC's later columns (`pack`): while a group of columns is worked on, its G and that of later

@@ -51,12 +51,6 @@ def load_tile(
 
 
 @triton.jit
-def halves_of(tile):
-    """Its left and its right columns."""
-    return tl.split(tile.reshape([tile.shape[0], 2, tile.shape[1] // 2]).permute(0, 2, 1))
-
-
-@triton.jit
 def scaled_of(product, bias, scale):
     """z of a tile of products, before a softcap; `bias` broadcasts over rows; it and `scale` may be None."""
     z = product
