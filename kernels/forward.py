@@ -7,8 +7,8 @@ registers; the running maximum m and sum s of a token are updated per tile,
 
 in base-2 units, since exp2 is one instruction and its argument another. With marks, a tile's exponentials are taken
 relative to a lower bound of the log-sum-exp (`marks`) and their sum is scaled to m'. Each program writes its statistics
-once, [splits, N], and a second, small kernel merges the splits. Statistics need no atomics and no locks: results are
-bitwise repeatable.
+once, [splits, N], and a second, small kernel merges the splits. Results are bitwise repeatable: statistics need no
+atomics, and with marks a program starts from the sums of those splits that are surely finished (`finished_bound`).
 
 - Programs of the same split and different row blocks have neighbouring numbers, run together, and so read the same
   tiles of the weight from L2. Row blocks come in groups whose hidden rows fit into L2 too (`tiles.grouped`).
@@ -30,8 +30,18 @@ import triton.language as tl
 from torch import Tensor
 
 from .coin import COIN_BLOCKS, coin_thresholds
-from .launch_table import choose_splits, launch_parameters
-from .marks import FAR, add_marks, mark_bound, mark_shift, mark_targets, mark_words, marks_shape
+from .launch_table import launch_parameters, plan_splits
+from .marks import (
+    FAR,
+    add_marks,
+    finished_bound,
+    mark_bound,
+    mark_shift,
+    mark_targets,
+    mark_words,
+    marks_shape,
+    store_found,
+)
 from .problem import Head, LocalStats, Marks, Sampling, StatsLayout, as_float_bits
 from .softcap import capped_update, in_registers
 from .target_logit import write_target_logits
@@ -74,6 +84,9 @@ def forward_kernel(
     argmax_ptr,  # [splits, N] int32 out or None
     logit_sum_ptr,  # [splits, N] out or None
     lower_bound_ptr,  # [N] natural-log, or None without marks
+    found_ptr,  # [splits, N], see `finished_bound`, or None
+    hot_ptr,  # [splits, N]
+    ticket_ptr,  # [1] int32, zero: programs wait for those that took a ticket before them
     threshold_ptr,  # [coin groups, V]
     bits_ptr,  # [row blocks, words]
     group_max_ptr,  # [N, groups] out, see `topk`, or None
@@ -89,6 +102,7 @@ def forward_kernel(
     group,
     tiles_per_split,
     n_words,
+    processors,
     D: tl.constexpr,
     RANK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -104,7 +118,10 @@ def forward_kernel(
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    row_block, split = grouped(tl.program_id(0), n_blocks, splits, group)
+    item = tl.program_id(0)
+    if found_ptr is not None:
+        item = tl.atomic_add(ticket_ptr, 1, sem="relaxed")
+    row_block, split = grouped(item, n_blocks, splits, group)
     n_counting = count_rows(n, n_rows_ptr)
     if row_block * BLOCK_M >= n_counting:
         return
@@ -119,6 +136,10 @@ def forward_kernel(
     logit_sum = tl.zeros((BLOCK_M,), tl.float32)
     if lower_bound_ptr is not None:
         lower_bound = tl.load(lower_bound_ptr + rows, mask=counts, other=FAR) * LOG2E
+    if found_ptr is not None:
+        side_by_side = tl.minimum(tl.cdiv(n_counting, BLOCK_M) - row_block // group * group, group)
+        finished = split - processors // side_by_side
+        lower_bound = finished_bound(lower_bound, found_ptr, n, rows, counts, finished)
     first_tile = split * tiles_per_split
     last_tile = tl.minimum(first_tile + tiles_per_split, tl.cdiv(n_columns, BLOCK_N))
     for tile in tl.range(first_tile, last_tile, flatten=RANK == 0):
@@ -189,6 +210,8 @@ def forward_kernel(
     out = split.to(tl.int64) * n + rows
     tl.store(max_ptr + out, m, mask=counts)
     tl.store(sum_ptr + out, s, mask=counts)
+    if found_ptr is not None:
+        store_found(found_ptr, hot_ptr, out, counts, m, s)
     if expected_ptr is not None:
         tl.store(expected_ptr + out, expected, mask=counts)
     if argmax_ptr is not None:
@@ -290,21 +313,23 @@ def forward_stats(
     dtype = compute_dtype(hidden, head)
     tile = tile or launch_parameters("forward", device, dtype)
     n_blocks = ceil_div(n, tile.block_m)
-    n_tiles = ceil_div(n_columns, tile.block_n)
-    splits = splits or choose_splits(n_blocks, n_tiles, multiprocessors(device))
-    tiles_per_split = ceil_div(n_tiles, splits)
-    splits = ceil_div(n_tiles, tiles_per_split)
+    processors = multiprocessors(device)
+    splits, tiles_per_split = plan_splits(n, n_columns, tile, processors, splits)
     part_max, part_sum = per_row(rows=(splits,)), per_row(rows=(splits,))
     part_expected = per_row(wanted=entropy, rows=(splits,))
     part_argmax = per_row(torch.int32, argmax, (splits,))
     part_logit_sum = per_row(wanted=logit_sum, rows=(splits,))
-    bits = thresholds = None
+    bits = thresholds = found = hot = ticket = None
     n_words = 0
     if sampling is not None:
         # Row blocks without tokens are not visited, and nothing in them is marked.
         bits = torch.zeros(marks_shape(n, n_columns), dtype=torch.int32, device=device)
         n_words = bits.shape[1]
         thresholds = coin_thresholds(sampling.seed, sampling.eps, n, head.start, n_columns)
+        if sampling.hot_splits is not None and sampling.hot_splits.columns == tiles_per_split * tile.block_n:
+            hot = sampling.hot_splits.mass
+            found = torch.full((splits, n), torch.nan, device=device)
+            ticket = torch.zeros(1, dtype=torch.int32, device=device)
     maxima = GroupMaxima.empty(n, n_columns, tile.block_n, device) if topk else None
     h = Source(hidden, tile.block_m, tile.block_k)
     w = Source(head.weight, tile.block_n, tile.block_k)
@@ -313,9 +338,10 @@ def forward_stats(
     forward_kernel[(n_blocks * splits,)](
         h.source, w.source, low_hidden, low_weight, head.bias, scale_tensor(head), head.column_weight, n_rows,
         part_max, part_sum, part_expected, part_argmax, part_logit_sum,
-        None if sampling is None else sampling.lower_bound, thresholds, bits, maxima.values if topk else None,
+        None if sampling is None else sampling.lower_bound, found, hot, ticket, thresholds, bits,
+        maxima.values if topk else None,
         n, n_columns, h.stride_row, h.stride_col, w.stride_row, w.stride_col, head.softcap or 1.0,
-        n_blocks, splits, group or rows_in_cache(n, d, hidden.element_size()), tiles_per_split, n_words,
+        n_blocks, splits, group or rows_in_cache(n, d, hidden.element_size()), tiles_per_split, n_words, processors,
         D=d, RANK=rank, HAS_SOFTCAP=head.softcap is not None, LOGIT_SUM=logit_sum, COIN_BLOCKS=COIN_BLOCKS,
         EVEN=n_columns % tile.block_n == 0, CAPPED=capped,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,

@@ -4,6 +4,10 @@ The forward marks a column when its logit comes close to the log-sum-exp of some
 empty in each split, and marking against that alone marks 19% of the columns where 3.4% are kept in the end; with
 the log-sum-exp over the batch's HOT_COLUMNS most frequent targets it is 5.1% (measured, 8192 x 256000 x 2304).
 
+While the forward runs it learns more: the sums of the splits that are finished (`marks.finished_bound`). They count
+the hot columns in them again, so the sum of each split's hot columns is tabulated too; from bf16 numbers rounded up,
+which makes the bound lower, and is a product with a matrix of ones and zeros.
+
 Any set of distinct columns gives a lower bound, so nothing depends on which ones are chosen: a batch with fewer
 distinct targets fills up with arbitrary columns. Products are fp32 sums rounded nowhere else; what remains of
 rounding is covered by the slack in `marks.mark_shift`.
@@ -14,31 +18,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .problem import Head
-from .tiles import ceil_div, load_scale, logits_of, scale_tensor
+from .launch_table import launch_parameters, plan_splits
+from .problem import Head, HotSet, HotSplits
+from .tiles import ceil_div, compute_dtype, load_scale, logits_of, multiprocessors, scale_tensor
+from .units import LOG2E
 
 HOT_COLUMNS = 1024
-ROWS = 4  # tokens of one program
+ROWS, BLOCK = 16, 128  # tokens of a program, and hot columns at a time
 MAX_ROWS = 16384  # tokens per [tokens, HOT_COLUMNS] block of fp32 logits: 64 MiB
 
 
 @triton.jit
-def hot_stats_kernel(
-    product_ptr,  # [N, n_hot] fp32
-    bias_ptr,  # [n_hot] or None
-    scale_ptr,  # [] fp32 or None
-    out_ptr,  # [N] out: maxima; the sums lie stride_out behind them
-    n,
-    n_hot,
-    stride_row,
-    stride_out,
-    softcap,
-    HAS_SOFTCAP: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,  # at least n_hot
-):
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, BLOCK)
+def _hot_logits(
+    product_ptr, bias_ptr, scale_ptr, rows, columns, n, n_hot, stride_row, softcap, HAS_SOFTCAP: tl.constexpr
+):  # fmt: skip
     inside = columns < n_hot
     mask = (rows < n)[:, None] & inside[None, :]
     x = tl.load(product_ptr + rows.to(tl.int64)[:, None] * stride_row + columns[None, :], mask=mask, other=0.0)
@@ -46,27 +39,81 @@ def hot_stats_kernel(
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
     x = logits_of(x, bias, load_scale(scale_ptr), softcap, HAS_SOFTCAP)
-    x = tl.where(inside[None, :], x, -float("inf"))
-    top = tl.max(x, 1)
+    return tl.where(inside[None, :], x, -float("inf"))
+
+
+@triton.jit
+def hot_stats_kernel(
+    product_ptr,  # [N, n_hot] fp32
+    bias_ptr,  # [n_hot] or None
+    scale_ptr,  # [] fp32 or None
+    split_ptr,  # [n_hot] int32: in which of the forward's splits they are
+    out_ptr,  # [N] out: maxima; the sums lie stride_out behind them
+    mass_ptr,  # [splits, N] out, see `HotSplits`, or None
+    n,
+    n_hot,
+    splits,
+    stride_row,
+    stride_out,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,  # tabulated at a time
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    offs = tl.arange(0, BLOCK)
+    top = tl.full((ROWS,), -float("inf"), tl.float32)
+    for first in range(0, n_hot, BLOCK):
+        x = _hot_logits(
+            product_ptr, bias_ptr, scale_ptr, rows, first + offs, n, n_hot, stride_row, softcap, HAS_SOFTCAP
+        )
+        top = tl.maximum(top, tl.max(x, 1))
     shift = tl.where(tl.abs(top) == float("inf"), 0.0, top)
-    total = tl.sum(tl.exp(x - shift[:, None]), 1)
+    total = tl.zeros((ROWS,), tl.float32)
+    offs_split = tl.arange(0, SPLITS)
+    for first_split in range(0, splits, SPLITS):
+        split = first_split + offs_split
+        mass = tl.zeros((ROWS, SPLITS), tl.float32)
+        for first in range(0, n_hot, BLOCK):
+            columns = first + offs
+            x = _hot_logits(product_ptr, bias_ptr, scale_ptr, rows, columns, n, n_hot, stride_row, softcap, HAS_SOFTCAP)
+            e = tl.exp(x - shift[:, None])
+            if first_split == 0:
+                total += tl.sum(e, 1)
+            if mass_ptr is not None:
+                split_of = tl.load(split_ptr + columns, mask=columns < n_hot, other=-1)
+                in_split = (split_of[:, None] == split[None, :]).to(tl.bfloat16)
+                mass = tl.dot((e * (1 + 2.0**-7)).to(tl.bfloat16), in_split, mass)
+        if mass_ptr is not None:
+            at = mass_ptr + split.to(tl.int64)[None, :] * stride_out + rows[:, None]
+            log_mass = shift[:, None] * LOG2E + tl.log2(mass)
+            tl.store(at, log_mass, mask=(rows < n)[:, None] & (split < splits)[None, :])
     out = out_ptr + rows.to(tl.int64)
     tl.store(out, top, mask=rows < n)
     tl.store(out + stride_out, total, mask=rows < n)
 
 
-def hot_set_stats(
+def hot_set(
     hidden: Tensor,  # [N, D]
     head: Head,
     target: Tensor,  # [N] int64, local rows, -1 for elsewhere and for tokens that do not count
-) -> Tensor:
-    """[2, N] fp32: max and sum of exp(x - max) over the hot set; -inf and 0 on an empty shard."""
+) -> HotSet:
+    """Statistics of the batch's HOT_COLUMNS most frequent targets."""
     n, n_columns = hidden.shape[0], head.weight.shape[0]
     out = torch.empty(2, n, dtype=torch.float32, device=hidden.device)
     if n == 0 or n_columns == 0:
         out[0], out[1] = -torch.inf, 0.0
-        return out
+        return HotSet(out, None)
+    processors = multiprocessors(hidden.device)
+    tile = launch_parameters("forward", hidden.device, compute_dtype(hidden, head))
+    splits, tiles_per_split = plan_splits(n, n_columns, tile, processors)
     hot = _most_frequent(target, n_columns)
+    by_split = split_of = None
+    if splits > 1 and splits * ceil_div(n, tile.block_m) > processors:  # else none is finished when another starts
+        mass = torch.empty(splits, n, dtype=torch.float32, device=hidden.device)
+        by_split = HotSplits(mass, tiles_per_split * tile.block_n)
+        split_of = (hot // by_split.columns).to(torch.int32)
     weight = head.weight.index_select(0, hot)
     bias = None if head.bias is None else head.bias.index_select(0, hot)
     scale = scale_tensor(head)
@@ -78,11 +125,11 @@ def hot_set_stats(
         rows = x.shape[0]
         with torch.cuda.device_of(x):
             hot_stats_kernel[(ceil_div(rows, ROWS),)](
-                x, bias, scale, out if start == 0 else out[:, start:], rows, x.shape[1], x.stride(0), n,
-                head.softcap or 1.0, HAS_SOFTCAP=head.softcap is not None, ROWS=ROWS,
-                BLOCK=triton.next_power_of_2(x.shape[1]), num_warps=4,
+                x, bias, scale, split_of, out[:, start:], None if by_split is None else by_split.mass[:, start:],
+                rows, x.shape[1], splits if by_split else 1, x.stride(0), n, head.softcap or 1.0,
+                HAS_SOFTCAP=head.softcap is not None, ROWS=ROWS, BLOCK=BLOCK, SPLITS=64, num_warps=4,
             )  # fmt: skip
-    return out
+    return HotSet(out, by_split)
 
 
 def _most_frequent(target: Tensor, n_columns: int) -> Tensor:

@@ -63,6 +63,13 @@ def launch_parameters(kernel: str, device: torch.device, dtype: torch.dtype) -> 
     return TABLE[architecture(device), dtype.itemsize][kernel]
 
 
+def plan_splits(n: int, n_columns: int, tile: Tile, processors: int, splits: int | None = None) -> tuple[int, int]:
+    """(splits, tiles in each but the last) of the forward; `splits` asks for about so many."""
+    n_tiles = ceil_div(n_columns, tile.block_n)
+    tiles_per_split = ceil_div(n_tiles, splits or choose_splits(ceil_div(n, tile.block_m), n_tiles, processors))
+    return ceil_div(n_tiles, tiles_per_split), tiles_per_split
+
+
 @functools.lru_cache(maxsize=256)
 def choose_splits(n_blocks: int, n_tiles: int, programs: int) -> int:
     """Into how many parts the forward cuts the vocabulary, so that the multiprocessors are busy to the end.

@@ -1,7 +1,7 @@
 """One rank's share of the loss on a GPU: the same functions as `vpcce.reference`, made of the kernels of this folder.
 
     local_stats       forward -> merge of splits -> target logits (-> top-k) (-> marks)
-    hot_set_stats     a lower bound for the marks
+    hot_set           a lower bound for the marks
     local_backward    dense for gradients whose policy is exact or filtered, packed for sampled ones
 
 Each gradient has its own policy. Where both have the same they share the recomputed logits; otherwise dE is computed
@@ -18,12 +18,12 @@ from torch import Tensor
 from .backward_dense import dense_backward
 from .backward_packed import packed_backward
 from .forward import forward_stats
-from .hot_set import hot_set_stats
+from .hot_set import hot_set
 from .marks import marks_shape
 from .problem import Head, HiddenGradReady, LocalStats, Marks, Policy, RowGradients, Sampling, weight_factors
 from .tiles import compute_dtype as operand_dtype
 
-__all__ = ["hot_set_stats", "local_backward", "local_stats", "marks_shape", "operand_dtype"]
+__all__ = ["hot_set", "local_backward", "local_stats", "marks_shape", "operand_dtype"]
 
 
 def local_stats(

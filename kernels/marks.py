@@ -45,6 +45,49 @@ def mark_bound(lower_bound, m, s):
 
 
 @triton.jit
+def finished_bound(
+    lower_bound,  # [BLOCK_M] base 2, from all hot columns
+    found_ptr,  # [splits, N], see `store_found`, NaN until the split is finished
+    n,
+    rows,  # [BLOCK_M]
+    counts,  # [BLOCK_M]
+    finished,  # how many splits to take into account; waits for them
+):
+    """[BLOCK_M]: the lower bound with all columns of the first splits in place of their hot ones.
+
+    Numbers themselves say that they are there, so nothing else has to be ordered. Which splits count does not depend
+    on timing, and with it no bit of the result.
+    """
+    SPLITS: tl.constexpr = 64  # loaded at a time: a second round trip to memory would show
+    offs = tl.arange(0, SPLITS)
+    top = tl.maximum(lower_bound, -FAR)
+    total = tl.full(top.shape, 1.0, tl.float32)  # of exponentials relative to top
+    for first in range(0, finished, SPLITS):
+        split = first + offs
+        mask = (split < finished)[:, None] & counts[None, :]
+        at = found_ptr + split.to(tl.int64)[:, None] * n + rows[None, :]
+        found = tl.load(at, mask=mask, other=-FAR, volatile=True)
+        while tl.max((found != found).to(tl.int32)) > 0:
+            found = tl.load(at, mask=mask, other=-FAR, volatile=True)
+        new_top = tl.maximum(top, tl.max(found, 0))
+        total = total * tl.exp2(top - new_top) + tl.sum(tl.exp2(found - new_top[None, :]), 0)
+        top = new_top
+    return top + tl.log2(total)
+
+
+@triton.jit
+def store_found(found_ptr, hot_ptr, at, counts, m, s):
+    """What a split has found besides its hot columns: log2 of its sum without theirs, [splits, N], see `HotSplits`.
+
+    Infinities and NaN would spread or keep others waiting.
+    """
+    whole = m + tl.log2(s)
+    hot = tl.load(hot_ptr + at, mask=counts, other=0.0)
+    found = whole + tl.log2(tl.maximum(1.0 - tl.exp2(hot - whole), 0.0))
+    tl.store(found_ptr + at, tl.where(tl.abs(found) < FAR, found, -FAR), mask=counts)
+
+
+@triton.jit
 def mark_shift(bound, least, most):
     """What each token's exponentials are taken relative to, base-2 units: a lower bound of its log-sum-exp minus the
     slack, within [least, most] so that sums neither overflow nor vanish.

@@ -52,6 +52,20 @@ def weight_factors(hidden: Tensor, head: Head) -> tuple[Tensor, Tensor]:
     return (hidden, head.weight) if head.low_rank is None else (head.low_rank.hidden, head.low_rank.weight)
 
 
+class HotSplits(NamedTuple):
+    """How the sum behind a lower bound is spread over the parts of the vocabulary that the forward takes in turn."""
+
+    mass: Tensor  # [splits, N] fp32, log2 of at least the sum of exponentials of a split's hot columns
+    columns: int  # of a split
+
+
+class HotSet(NamedTuple):
+    """What some columns say about every token's log-sum-exp before the forward; see `hot_set`."""
+
+    stats: Tensor  # [2, N] fp32: max, and sum of exp(x - max), over the hot columns; -inf and 0 on an empty shard
+    splits: HotSplits | None  # None where the forward could not use it
+
+
 @dataclass(frozen=True)
 class Sampling:
     """Asks the forward to mark the columns that the sampled backward may keep."""
@@ -59,6 +73,7 @@ class Sampling:
     seed: Tensor  # int64, 0-dim, on the device
     eps: float
     lower_bound: Tensor  # [N] fp32, a lower bound of each row's log-sum-exp over the WHOLE vocabulary
+    hot_splits: HotSplits | None = None  # of the same hot set as lower_bound
 
 
 @dataclass(frozen=True)

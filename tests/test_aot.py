@@ -18,7 +18,7 @@ import torch
 from aot import SHARED_LIMIT, TARGETS, compile_launches, recorded_launches
 
 import vpcce
-from vpcce.kernels.local import hot_set_stats, local_backward, local_stats
+from vpcce.kernels.local import hot_set, local_backward, local_stats
 from vpcce.kernels.merge import merge_bounds, merge_ranks
 from vpcce.kernels.problem import Head, LowRank, Policy, RowGradients, Sampling, StatsLayout
 from vpcce.kernels.row_sum import row_sum
@@ -71,7 +71,7 @@ def training_step(case: Case) -> None:
         head = replace(head, low_rank=LowRank(hidden[:, : case.rank].contiguous(), weight[:, : case.rank].contiguous()))
     sampling = None
     if case.policy.kind == "sampled":
-        hot_set_stats(hidden, head, target)
+        hot_set(hidden, head, target)
         sampling = Sampling(torch.tensor(1), case.policy.eps, per_row)
     options = dict(entropy=case.options, argmax=case.options, logit_sum=case.options)
     stats = local_stats(hidden, head, target, n_rows=count, sampling=sampling, **options)

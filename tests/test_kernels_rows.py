@@ -16,7 +16,7 @@ from spawn import run_ranks
 import vpcce
 from vpcce import row_terms, tokens
 from vpcce.kernels import rows as kernels
-from vpcce.kernels.hot_set import hot_set_stats
+from vpcce.kernels.hot_set import hot_set
 from vpcce.kernels.merge import merge_bounds, merge_ranks
 from vpcce.kernels.problem import Head, LocalStats, StatsLayout, as_float_bits
 from vpcce.settings import Settings
@@ -240,7 +240,7 @@ def test_hot_set(v, scale, softcap, monkeypatch):
     hidden, weight, bias, _ = truth.problem(n, v, 16, torch.float32, bias=True)
     target = torch.randint(0, v, (n,)).where(torch.rand(n) < 0.5, -1)
     with torch.no_grad():
-        top, total = hot_set_stats(hidden, Head(weight, bias, scale, softcap), target)
+        top, total = hot_set(hidden, Head(weight, bias, scale, softcap), target).stats
         x = truth.logits_of(hidden.double(), weight.double(), bias.double(), scale, softcap)
     bound = (top + total.log()).double()
     lse = x.logsumexp(1)

@@ -73,9 +73,10 @@ def _forward(
     sampling = None
     if how.marks:
         seed = torch.randint(2**62, (), device=hidden.device)
-        bound, seed = _lower_bound(backend, tokens, head, rows, seed, group)
+        hot = backend.hot_set(tokens, head, rows.local)
+        bound, seed = _lower_bound(hot.stats, rows, seed, group)
         eps = min(policy.eps for policy in how.policies if policy.kind != "exact")
-        sampling = Sampling(seed, eps, bound)
+        sampling = Sampling(seed, eps, bound, hot.splits)
     want_sum = how.logit_sum and softcap is not None
     part = backend.local_stats(
         tokens, head, rows.local, n_rows=rows.count, entropy=how.entropy, argmax=how.argmax, logit_sum=want_sum,
@@ -340,10 +341,9 @@ def _with_lora(head: Head, backend, tokens, a, b, scale) -> Head:
     return replace(head, low_rank=low_rank(tokens, a, b[: len(head.weight)], scale, dtype))
 
 
-def _lower_bound(backend, tokens, head, rows, seed, group) -> tuple[Tensor, Tensor]:
-    """A lower bound of every token's log-sum-exp from the batch's frequent targets, and rank 0's seed."""
-    stats = backend.hot_set_stats(tokens, head, rows.local)  # [2, N]
-    ranks = stats
+def _lower_bound(stats, rows, seed, group) -> tuple[Tensor, Tensor]:
+    """A lower bound of every token's log-sum-exp from all ranks' hot columns, and rank 0's seed."""
+    ranks = stats  # [2, N]
     if group is not None:
         # The seed rides along as two rows of bits, so that all ranks toss the same coins.
         halves = torch.stack([seed & 0x7FFFFFFF, seed >> 31]).to(torch.int32).view(torch.float32)

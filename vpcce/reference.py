@@ -16,6 +16,7 @@ from vpcce import sampling
 from vpcce.kernels.problem import (
     Head,
     HiddenGradReady,
+    HotSet,
     LocalStats,
     Marks,
     Policy,
@@ -86,11 +87,11 @@ def local_stats(
     )  # fmt: skip
 
 
-def hot_set_stats(hidden: Tensor, head: Head, target: Tensor) -> Tensor:
+def hot_set(hidden: Tensor, head: Head, target: Tensor) -> HotSet:
     """A bound of the log-sum-exp speeds up kernels; the slices here need none, and -inf is a lower bound."""
     stats = hidden.new_zeros(2, hidden.shape[0], dtype=torch.float32)
     stats[0] = -torch.inf
-    return stats
+    return HotSet(stats, None)
 
 
 def marks_shape(n: int, n_columns: int) -> tuple[int, ...]:

@@ -51,7 +51,8 @@ class Config:
     batch: int = 16
     steps: int = 1250
     warmup: int = 100
-    learning_rate: float = 1.5e-3
+    learning_rate: float = 6e-4
+    clip: float = 1.0  # largest norm of all gradients together
     validate_every: int = 125
     validation_blocks: int = 128
 
@@ -159,6 +160,7 @@ def train(
             hidden.bfloat16(), model.head.bfloat16(), ids[:, 1:].contiguous(), backward=backward
         )
         loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), c.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.detach())
