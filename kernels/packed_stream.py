@@ -25,7 +25,7 @@ from .pack import PLAN_LAST, word_of
 from .packed_direct import direct_limit
 from .packed_gradient import load_arena
 from .packed_products import column_products
-from .tickets import signal, wait_for
+from .tickets import draw_ticket, signal, ticket_number, wait_for
 
 
 @triton.jit
@@ -91,8 +91,9 @@ def packed_stream_kernel(
     n_adds = n_super * SLOTS
     per_step = n_adds + ROUNDS
     n_items = (n_parts + LAG) * per_step
-    item = tl.atomic_add(ticket_ptr, 1, sem="relaxed")
+    item = ticket_number(draw_ticket(ticket_ptr))
     while item < n_items:
+        following = draw_ticket(ticket_ptr)
         step = item // per_step
         sub = item % per_step
         if sub < n_adds:
@@ -157,4 +158,4 @@ def packed_stream_kernel(
                     out = out_ptr + column.to(tl.int64)[:, None] * D + offs_d[None, :]
                     tl.store(out, x.to(out_ptr.dtype.element_ty), mask=(valid & ~direct)[:, None] & in_d[None, :])
                 signal(rounded_ptr + part)
-        item = tl.atomic_add(ticket_ptr, 1, sem="relaxed")
+        item = ticket_number(following)
