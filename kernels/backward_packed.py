@@ -18,15 +18,13 @@ How many pairs there are is known on the device only. If they do not fit, or are
 cheaper, the plan's rounds are empty and the flag `dense` starts `dense_stream` in their place.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 from torch import Tensor
 
 from . import pack
 from .coin import ROW_BLOCK
-from .column_kinds import HOT_TILE, column_kinds_kernel, hot_pairs_kernel, hot_width, single_list_kernel
+from .column_kinds import HOT_TILE, DirectColumns, column_kinds_kernel, hot_pairs_kernel, hot_width, single_list_kernel
 from .dense_stream import dense_stream
 from .packed_direct import packed_direct_kernel
 from .packed_gradient import packed_gradient_kernel
@@ -135,20 +133,6 @@ def packed_backward(
     if in_place:
         work.weight_grad_stream(d_weight)
     return d_hidden, d_weight, d_bias
-
-
-@dataclass
-class DirectColumns:
-    """What `packed_direct` stores, and what it leaves to `packed_stream`; see `column_kinds`."""
-
-    summed: Tensor  # [words]
-    direct: Tensor  # [words]
-    n_hot: Tensor  # [1]
-    hot: Tensor  # [HOT_MOST or fewer]
-    hot_pairs: Tensor  # [row blocks, HOT_MOST or fewer]
-    single_counts: Tensor  # [super-blocks * 5]
-    single: Tensor  # [V]
-    ticket: Tensor  # [1]
 
 
 class _Work:
@@ -309,11 +293,11 @@ class _Work:
     def direct_weight_grad(self, columns: DirectColumns, out: Tensor) -> None:
         at = self.layout
         programs, blocks = packed_launch("direct", self.device, self.dtype)
-        tile_pairs = torch.empty(programs, 4, blocks["BLOCK_N"], dtype=torch.int32, device=self.device)
+        tile = torch.empty(programs, 5, blocks["BLOCK_N"], dtype=torch.int32, device=self.device)
         packed_direct_kernel[(programs,)](
             self.hidden, at.storage, at.extra, self.unit, at.dense, at.plan[0], self.marks.bits, self.kept_bits,
             self.word_start, columns.n_hot, columns.hot, columns.hot_pairs, columns.single_counts, columns.single,
-            tile_pairs, self.n_rows, self.constant_hidden, self.head.column_weight, columns.ticket, out, self.n,
+            tile, self.n_rows, self.constant_hidden, self.head.column_weight, columns.ticket, out, self.n,
             self.hidden.stride(0), self.n_words, len(columns.single_counts), D=self.d, HOT_MOST=len(columns.hot),
             **blocks,
         )  # fmt: skip

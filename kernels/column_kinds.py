@@ -7,8 +7,8 @@
 
 `packed_direct` stores single and hot columns ("direct" together). Both kinds have their row of dC before G's first pair
 in dC's storage: behind that it would overwrite G that the stream still reads, so such columns are the stream's, whose
-order of groups protects it. At 8192 x 256000 x 2304 and eps of 2^-12, 16 super-blocks, hot columns are 3% of the kept
-ones and would be 37% of the stream's additions.
+order of groups protects it. At 8192 x 256000 x 2304 on an H200, 16 super-blocks, 3% of the columns are hot and would
+make 37% of the stream's additions.
 
 Single columns are listed per super-block and set of `kept_apart`, over the whole vocabulary: tiles are full, and one of
 a set that a row block alone keeps multiplies 128 tokens instead of 512.
@@ -24,8 +24,11 @@ Lists are filled by atomic cursors: which columns share a tile depends on timing
 more than HOT_MOST hot columns, so does which of them are left to the stream.
 """
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from .pack import PLAN_LAST, PLAN_SPILL, PLAN_STORAGE_SHIFT, popcount
 from .packed_products import kept_pairs
@@ -39,6 +42,20 @@ LISTS: tl.constexpr = tl.constexpr(256)  # whose counts are loaded at a time
 def hot_width(n_columns: int) -> int:
     """Columns of the table of hot pairs."""
     return min(HOT_MOST, triton.cdiv(n_columns, HOT_TILE) * HOT_TILE)
+
+
+@dataclass
+class DirectColumns:
+    """What `packed_direct` stores, and what it leaves to `packed_stream`."""
+
+    summed: Tensor  # [words], bits
+    direct: Tensor  # [words], bits
+    n_hot: Tensor  # [1]
+    hot: Tensor  # [hot_width], column ids
+    hot_pairs: Tensor  # [row blocks, hot_width]
+    single_counts: Tensor  # [super-blocks * 5]
+    single: Tensor  # [V], column ids
+    ticket: Tensor  # [1], zero
 
 
 @triton.jit

@@ -6,8 +6,12 @@ The columns of `column_kinds` do without:
     hot      a tile of columns times one part of D: all row blocks, G gathered by a table of pairs
     single   a tile of columns of one list times PARTS parts of D: the row blocks of its super-block that keep it
 
-Hot items, which take as long as all tokens do, have the first tickets; the short single ones fill the end. Rows of
-other columns are the stream's: it skips these and writes zeros where no super-block kept the column.
+Hot items, which take as long as all tokens do, have the first tickets; the short single ones fill the end. Both run
+one loop that loads its pairs from a table, a program's own where columns are single: with a second loop for four pairs
+per column in registers, these do not suffice. The loop divides its counter, since Triton 3.6 does not pipeline one
+that carries a step and a part.
+
+Rows of other columns are the stream's: it skips these and writes zeros where no super-block kept the column.
 """
 
 import triton
@@ -24,8 +28,7 @@ from .unions import SETS
 @triton.jit
 def _store_columns(
     acc,  # [columns, BLOCK_D]
-    column,  # [columns]
-    inside,  # [columns]
+    column,  # [columns], -1 behind the tile's last
     offs_d,  # [BLOCK_D]
     unit_ptr,
     constant_hidden_ptr,
@@ -33,6 +36,7 @@ def _store_columns(
     out_ptr,
     D: tl.constexpr,
 ):
+    inside = column >= 0
     if unit_ptr is not None:
         acc *= tl.load(unit_ptr)
     if constant_hidden_ptr is not None:
@@ -60,7 +64,7 @@ def packed_direct_kernel(
     hot_pairs_ptr,  # [row blocks, HOT_MOST]
     counts_ptr,  # [super-blocks, 5] of single columns
     columns_ptr,  # [V] single columns
-    tile_pairs_ptr,  # [programs, 4, BLOCK_N] int32, scratch: pairs of the single columns at work
+    tile_ptr,  # [programs, 5, BLOCK_N] int32, scratch: the columns at work; pairs of single ones in four row blocks
     n_rows_ptr,  # [1] or None
     constant_hidden_ptr,  # [D] fp32 or None: adds column_weight (x) constant_hidden
     column_weight_ptr,  # [V] fp32 or None
@@ -77,6 +81,7 @@ def packed_direct_kernel(
     BLOCK_K: tl.constexpr,
     PARTS: tl.constexpr,
 ):
+    """`column_kinds` shows how the tiles of single columns are numbered."""
     if tl.load(dense_ptr) != 0:
         return
     last = tl.load(plan_ptr + PLAN_LAST).to(tl.int32)
@@ -90,7 +95,7 @@ def packed_direct_kernel(
     n_hot = tl.minimum(tl.load(n_hot_ptr), HOT_MOST)
     n_hot_items = tl.cdiv(n_hot, BLOCK_N) * N_D
     n_items = n_hot_items + count_tiles(counts_ptr, n_lists, BLOCK_N) * RUNS
-    tile_pairs_ptr += tl.program_id(0) * 4 * BLOCK_N
+    tile_ptr += tl.program_id(0) * 5 * BLOCK_N
     item = ticket_number(draw_ticket(ticket_ptr))
     while item < n_items:
         following = draw_ticket(ticket_ptr)
@@ -98,21 +103,18 @@ def packed_direct_kernel(
         if hot:
             first_part = item % N_D
             place = item // N_D * BLOCK_N
-            size = n_hot - place
-            columns = hot_columns_ptr + place
+            column = tl.load(hot_columns_ptr + place + offs_n, mask=place + offs_n < n_hot, other=-1)
             pairs = hot_pairs_ptr + place
-            block = item * 0
+            block = 0
             n_active = tl.cdiv(n, 128)
-            order = item * 0
+            order = 0
         else:
             run = item - n_hot_items
             first_part = run % RUNS * PARTS
             index, start, offset = find_tile(counts_ptr, n_lists, run // RUNS, BLOCK_N)
-            size = tl.load(counts_ptr + index) - offset
-            columns = columns_ptr + start + offset
-            pairs = tile_pairs_ptr
-            inside = offs_n < size
-            column = tl.load(columns + offs_n, mask=inside, other=0)
+            inside = offset + offs_n < tl.load(counts_ptr + index)
+            column = tl.load(columns_ptr + start + offset + offs_n, mask=inside, other=-1)
+            pairs = tile_ptr + BLOCK_N
             block = index // SETS * 4
             kept_by = index % SETS
             several = kept_by == SETS - 1
@@ -125,11 +127,13 @@ def packed_direct_kernel(
             pair_2 = kept_pairs(bits_ptr, kept_bits_ptr, word_start_ptr, n_words, block + 2, last, 0, column, in_2)
             pair_3 = kept_pairs(bits_ptr, kept_bits_ptr, word_start_ptr, n_words, block + 3, last, 0, column, in_3)
             n_active, order = active_blocks(pair_0, pair_1, pair_2, pair_3)
-            tl.store(tile_pairs_ptr + offs_n, pair_0)
-            tl.store(tile_pairs_ptr + BLOCK_N + offs_n, pair_1)
-            tl.store(tile_pairs_ptr + 2 * BLOCK_N + offs_n, pair_2)
-            tl.store(tile_pairs_ptr + 3 * BLOCK_N + offs_n, pair_3)
-            tl.debug_barrier()  # the loop's loads need not be by the threads that stored
+            # No thread reads the last item's any more: the sum in `ticket_number` was a barrier.
+            tl.store(pairs + offs_n, pair_0)
+            tl.store(pairs + BLOCK_N + offs_n, pair_1)
+            tl.store(pairs + 2 * BLOCK_N + offs_n, pair_2)
+            tl.store(pairs + 3 * BLOCK_N + offs_n, pair_3)
+        tl.store(tile_ptr + offs_n, column)
+        tl.debug_barrier()  # the loop's loads need not be by the threads that stored
         steps = n_active * STEPS
         n_parts = tl.where(hot, 1, tl.minimum(N_D - first_part, PARTS))
         stride_pairs = tl.where(hot, HOT_MOST, BLOCK_N)
@@ -145,10 +149,7 @@ def packed_direct_kernel(
                 D, BLOCK_D, BLOCK_K, "tf32",
             )  # fmt: skip
             if i % steps == steps - 1:
-                inside = offs_n < size
-                column = tl.load(columns + offs_n, mask=inside, other=0)
-                _store_columns(
-                    acc, column, inside, offs_d, unit_ptr, constant_hidden_ptr, column_weight_ptr, out_ptr, D
-                )  # fmt: skip
+                column = tl.load(tile_ptr + offs_n)
+                _store_columns(acc, column, offs_d, unit_ptr, constant_hidden_ptr, column_weight_ptr, out_ptr, D)
                 acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
         item = ticket_number(following)

@@ -10,7 +10,8 @@
 
 Two small blocks per multiprocessor beat one large one in `hidden` and `stream`: one block's atomics and epilogue run
 under the other's products. At 8192 x 256000 x 2304 on an H200: gradient 1.33 ms, hidden 1.17, stream 2.96, direct 0.33.
-In the first three one block of 128 x 256 takes a tenth longer (measured before `direct` took its columns).
+In the first three one block of 128 x 256 takes a tenth longer. (The last two as measured before `direct` took the hot
+columns, that tenth before it took any.)
 The parts of a ring take RING * SLAB_COLUMNS * BLOCK_D * 4 = 32 MiB, which stays in L2.
 """
 

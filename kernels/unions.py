@@ -59,6 +59,7 @@ def union_kernel(
     SLAB_WORDS: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
+    """The lists of columns that one row block alone keeps stand at both ends: few tiles mix two row blocks."""
     first = tl.load(plan_ptr + PLAN_FIRST).to(tl.int32)
     last = tl.load(plan_ptr + PLAN_LAST).to(tl.int32)
     base = tl.load(plan_ptr + PLAN_BASE)
@@ -71,7 +72,7 @@ def union_kernel(
         for slab in range(group * SLABS, tl.minimum((group + 1) * SLABS, n_slabs)):
             words = slab * SLAB_WORDS + tl.arange(0, SLAB_WORDS)
             sets = kept_apart(kept_bits_ptr, super_block, last, words, n_words)
-            listed = words * 0 - 1
+            listed = tl.full((SLAB_WORDS,), -1, tl.int32)
             if summed_ptr is not None:
                 listed = tl.load(summed_ptr + words, mask=words < n_words, other=0)
                 single = tl.load(single_ptr + words, mask=words < n_words, other=0)
