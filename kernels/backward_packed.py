@@ -8,8 +8,8 @@ Where G lives, 256 bytes per pair in half precision, decides between two orders 
 
 - dC fresh in half precision: one round. dC's own storage is free until dC is written, so G lies at its end, with
   EXTRA_BYTES behind it, and is consumed from the front while finished slabs of dC overwrite it. The fp32 sums are
-  a ring of parts of dC (`packed_stream`); columns of one super-block, before G, need none and come first
-  (`packed_direct`). Nothing of size [V, D] or [N, D] is allocated beyond the gradients.
+  a ring of parts of dC (`packed_stream`); columns before G that one super-block keeps, or most of them, need none and
+  come first (`column_kinds`, `packed_direct`). Nothing of size [V, D] or [N, D] is allocated beyond the gradients.
 - fp32 dC or main_grad (or dE alone, or a low-rank dC): G has an arena of ARENA_BYTES; rounds take as many super-blocks
   as fit. Each round finishes dE of its rows; dC is added to in fp32. Deterministic and half precision: into an fp32
   copy of dC.
@@ -24,8 +24,9 @@ from torch import Tensor
 
 from . import pack
 from .coin import ROW_BLOCK
+from .column_kinds import HOT_TILE, DirectColumns, column_kinds_kernel, hot_pairs_kernel, hot_width, single_list_kernel
 from .dense_stream import dense_stream
-from .packed_direct import SETS, direct_list_kernel, packed_direct_kernel, split_unions_kernel
+from .packed_direct import packed_direct_kernel
 from .packed_gradient import packed_gradient_kernel
 from .packed_layout import LIST_BLOCK, plan_layout
 from .packed_products import (
@@ -38,7 +39,7 @@ from .packed_table import LAG, RING, packed_launch
 from .problem import Head, HiddenGradReady, Marks, Policy, RowGradients, weight_factors
 from .row_sum import row_sum
 from .tiles import Source, compute_dtype, gradient_unit, low_rank_arguments, narrowed
-from .unions import union_kernel
+from .unions import SETS, union_kernel
 
 
 def packed_backward(
@@ -96,6 +97,8 @@ def packed_backward(
 
     for r in range(layout.plan.shape[0]):
         work.gradient(r)
+        if d_bias is not None or sums is not None:
+            work.unions(r)
         if d_hidden is not None:
             work.hidden_grad(r, d_hidden)
         if low_rank_grad is not None:
@@ -163,9 +166,6 @@ class _Work:
         self.union = ints(layout.round_pairs)
         self.union_start = ints(layout.n_super, layout.n_slabs)
         self.union_count = ints(layout.n_super, layout.n_slabs)
-        in_place = layout.storage is not layout.extra
-        kept_in = torch.zeros(2 if in_place else 1, self.n_words, dtype=torch.int32, device=device)
-        self.touched, self.twice = kept_in[0], kept_in[1] if in_place else None
         pack.list_kernel[(layout.n_groups, layout.n_blocks)](
             marks.bits, n_rows, layout.start, layout.dense, self.word_start, self.list, self.n_words, self.n_columns,
             GROUP_WORDS=layout.group_words, BLOCK=LIST_BLOCK, num_warps=4,
@@ -200,10 +200,14 @@ class _Work:
             self.kept_column, self.n_words, self.n_columns, at.n_groups, GROUP_WORDS=at.group_words,
             GROUPS=at.groups_pow2, BLOCK=LIST_BLOCK, PROGRAMS=at.processors * 4, num_warps=4,
         )  # fmt: skip
+
+    def unions(self, r: int, summed: Tensor | None = None, single=None, single_counts=None) -> None:
+        """Lists what each super-block kept: every column, or those of `summed`; then it counts those of `single`."""
+        at = self.layout
         union_kernel[(at.processors * 4,)](
-            self.kept_bits, at.start, plan, self.union, self.union_start, self.union_count, self.touched, self.twice,
-            self.n_words, at.n_groups, at.n_slabs, GROUP_WORDS=at.group_words, SLAB_WORDS=at.slab_columns // 32,
-            PROGRAMS=at.processors * 4, num_warps=8,
+            self.kept_bits, at.start, at.plan[r], summed, single, single_counts, self.union, self.union_start,
+            self.union_count, self.n_words, at.n_groups, at.n_slabs, GROUP_WORDS=at.group_words,
+            SLAB_WORDS=at.slab_columns // 32, PROGRAMS=at.processors * 4, num_warps=8,
         )  # fmt: skip
 
     def hidden_grad(self, r: int, out: Tensor) -> None:
@@ -238,49 +242,64 @@ class _Work:
         )  # fmt: skip
 
     def weight_grad_stream(self, out: Tensor) -> None:
-        """dC: the rows that one super-block decides, then slab by slab the others, into the storage that G leaves."""
+        """dC: the columns that need no sums, then slab by slab the others, into the storage that G leaves."""
         at = self.layout
         programs, blocks = packed_launch("stream", self.device, self.dtype)
         n_parts = at.n_slabs * triton.cdiv(self.d, blocks["BLOCK_D"])
-        n_lists = SETS.value * at.n_super
-        sizes = [1, n_parts, n_parts, at.n_groups, n_lists, n_lists]
-        counters = torch.zeros(sum(sizes), dtype=torch.int32, device=self.device)
-        ticket, added, rounded, groups, direct_counts, cursors = counters.split(sizes)
-        direct = self.direct_lists(direct_counts, cursors)
-        self.direct_weight_grad(direct, direct_counts, out)
+        counters = torch.zeros(1 + 2 * n_parts + at.n_groups, dtype=torch.int32, device=self.device)
+        ticket, added, rounded, groups = counters.split([1, n_parts, n_parts, at.n_groups])
+        columns = self.direct_columns()
+        self.direct_weight_grad(columns, out)
         ring = torch.zeros(RING, at.slab_columns, blocks["BLOCK_D"], dtype=torch.float32, device=self.device)
         packed_stream_kernel[(programs,)](
             self.hidden, at.storage, at.extra, self.unit, at.dense, at.plan[0], self.marks.bits, self.kept_bits,
-            self.word_start, self.union, self.union_start, self.union_count, self.touched, self.twice, self.n_rows,
-            self.constant_hidden, self.head.column_weight, ring, ticket, added, rounded, groups, out,
+            self.word_start, self.union, self.union_start, self.union_count, columns.summed, columns.direct,
+            self.n_rows, self.constant_hidden, self.head.column_weight, ring, ticket, added, rounded, groups, out,
             self.n, self.hidden.stride(0), self.n_words, at.n_slabs, self.n_columns, at.n_super, D=self.d,
             SLAB=at.slab_columns, GROUP_SLABS=at.group_columns // at.slab_columns, RING=RING, LAG=LAG, SLOTS=4,
             ROUND_ROWS=min(512, at.slab_columns), ROUND_STEP=32, **blocks,
         )  # fmt: skip
 
-    def direct_lists(self, counts: Tensor, cursors: Tensor) -> Tensor:
-        """[V] the columns that one super-block alone keeps, and whose rows lie before G; the unions lose them."""
+    def direct_columns(self) -> DirectColumns:
+        """Lists what `packed_direct` stores; the unions list what it leaves to the stream."""
         at = self.layout
-        programs = at.processors * 4
-        direct = torch.empty(self.n_columns, dtype=torch.int32, device=self.device)
-        split_unions_kernel[(programs,)](
-            self.kept_bits, self.touched, self.twice, at.plan[0], self.union, self.union_start, self.union_count,
-            counts, self.n_words, at.n_slabs, self.n_columns, D=self.d, SLAB_WORDS=at.slab_columns // 32,
-            PROGRAMS=programs, num_warps=8,
-        )  # fmt: skip
-        direct_list_kernel[(programs,)](
-            self.kept_bits, self.touched, self.twice, at.plan[0], counts, cursors, direct, self.n_words, at.n_slabs,
-            self.n_columns, D=self.d, SLAB_WORDS=at.slab_columns // 32, PROGRAMS=programs, num_warps=8,
-        )  # fmt: skip
-        return direct
+        plan, programs = at.plan[0], at.processors * 4
+        n_lists, width = SETS.value * at.n_super, hot_width(self.n_columns)
 
-    def direct_weight_grad(self, direct: Tensor, counts: Tensor, out: Tensor) -> None:
+        def ints(*shape):
+            return torch.empty(*shape, dtype=torch.int32, device=self.device)
+
+        counters = torch.zeros(2 * n_lists + 2, dtype=torch.int32, device=self.device)
+        counts, cursors, n_hot, ticket = counters.split([n_lists, n_lists, 1, 1])
+        single, direct, summed = ints(3, self.n_words)
+        columns = DirectColumns(
+            summed, direct, n_hot, ints(width), ints(at.n_blocks, width), counts, ints(self.n_columns), ticket
+        )
+        column_kinds_kernel[(triton.cdiv(self.n_words, LIST_BLOCK),)](
+            self.kept_bits, self.n_rows, plan, single, direct, summed, n_hot, columns.hot, self.n, self.n_words,
+            self.n_columns, D=self.d, HOT_MOST=width, BLOCK=LIST_BLOCK, num_warps=4,
+        )  # fmt: skip
+        hot_pairs_kernel[(width // HOT_TILE, at.n_blocks)](
+            self.marks.bits, self.kept_bits, self.word_start, plan, n_hot, columns.hot, columns.hot_pairs,
+            self.n_words, HOT_MOST=width, BLOCK=HOT_TILE, num_warps=4,
+        )  # fmt: skip
+        self.unions(0, summed, single, counts)
+        single_list_kernel[(programs,)](
+            self.kept_bits, plan, single, counts, cursors, columns.single, self.n_words, at.n_slabs,
+            SLAB_WORDS=at.slab_columns // 32, PROGRAMS=programs, num_warps=8,
+        )  # fmt: skip
+        return columns
+
+    def direct_weight_grad(self, columns: DirectColumns, out: Tensor) -> None:
         at = self.layout
         programs, blocks = packed_launch("direct", self.device, self.dtype)
+        tile = torch.empty(programs, 5, blocks["BLOCK_N"], dtype=torch.int32, device=self.device)
         packed_direct_kernel[(programs,)](
             self.hidden, at.storage, at.extra, self.unit, at.dense, at.plan[0], self.marks.bits, self.kept_bits,
-            self.word_start, direct, counts, self.n_rows, self.constant_hidden, self.head.column_weight, out,
-            self.n, self.hidden.stride(0), self.n_words, len(counts), D=self.d, PROGRAMS=programs, **blocks,
+            self.word_start, columns.n_hot, columns.hot, columns.hot_pairs, columns.single_counts, columns.single,
+            tile, self.n_rows, self.constant_hidden, self.head.column_weight, columns.ticket, out, self.n,
+            self.hidden.stride(0), self.n_words, len(columns.single_counts), D=self.d, HOT_MOST=len(columns.hot),
+            **blocks,
         )  # fmt: skip
 
     def bias_grad(self, r: int, out: Tensor) -> None:

@@ -113,6 +113,38 @@ def active_blocks(pair_0, pair_1, pair_2, pair_3):
 
 
 @triton.jit
+def add_tokens(
+    acc,  # [columns, BLOCK_D]
+    hidden_ptr,
+    storage_ptr,
+    extra_ptr,
+    arena,
+    pair,  # [columns] of the row block, -1 where it did not keep the column
+    row_block,
+    k,  # which BLOCK_K tokens of it
+    n,
+    stride_hidden,
+    offs_d,  # [BLOCK_D]
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """acc + G.T @ hidden of BLOCK_K tokens."""
+    dtype = extra_ptr.dtype.element_ty
+    offs_k = k * BLOCK_K + tl.arange(0, BLOCK_K)
+    g_rows = arena_rows(storage_ptr, extra_ptr, arena, pair)
+    g = tl.load(g_rows[:, None] + offs_k[None, :], mask=(pair >= 0)[:, None], other=0.0)
+    rows = row_block * 128 + offs_k
+    hidden = hidden_ptr + rows.to(tl.int64)[:, None] * stride_hidden + offs_d[None, :]
+    if D % BLOCK_D == 0:
+        h = tl.load(hidden, mask=(rows < n)[:, None], other=0.0)
+    else:
+        h = tl.load(hidden, mask=(rows < n)[:, None] & (offs_d < D)[None, :], other=0.0)
+    return tl.dot(g, h.to(dtype), acc, input_precision=PRECISION)
+
+
+@triton.jit
 def add_product(
     acc,  # [columns, BLOCK_D]
     hidden_ptr,
@@ -134,21 +166,13 @@ def add_product(
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """acc + G.T @ hidden of BLOCK_K tokens."""
-    dtype = extra_ptr.dtype.element_ty
     STEPS: tl.constexpr = 128 // BLOCK_K
     b = (order >> (2 * (i // STEPS))) & 3
-    offs_k = (i % STEPS) * BLOCK_K + tl.arange(0, BLOCK_K)
     pair = tl.where(b < 2, tl.where(b == 0, pair_0, pair_1), tl.where(b == 2, pair_2, pair_3))
-    g_rows = arena_rows(storage_ptr, extra_ptr, arena, pair)
-    g = tl.load(g_rows[:, None] + offs_k[None, :], mask=(pair >= 0)[:, None], other=0.0)
-    rows = (super_block * 4 + b) * 128 + offs_k
-    hidden = hidden_ptr + rows.to(tl.int64)[:, None] * stride_hidden + offs_d[None, :]
-    if D % BLOCK_D == 0:
-        h = tl.load(hidden, mask=(rows < n)[:, None], other=0.0)
-    else:
-        h = tl.load(hidden, mask=(rows < n)[:, None] & (offs_d < D)[None, :], other=0.0)
-    return tl.dot(g, h.to(dtype), acc, input_precision=PRECISION)
+    return add_tokens(
+        acc, hidden_ptr, storage_ptr, extra_ptr, arena, pair, super_block * 4 + b, i % STEPS, n, stride_hidden, offs_d,
+        D, BLOCK_D, BLOCK_K, PRECISION,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -11,8 +11,8 @@ are done, an add until the part that used its place before is rounded. What an i
 so a running program has taken it: waits end, however many programs run at once. Most items find it done already.
 
 Columns that no row block kept, more than half at the benchmark's first shape, have no sum: their zeros are written
-without reading or clearing the part. Columns that `packed_direct` has finished are in no list here, and the
-round leaves their rows of dC as they are.
+without reading or clearing the part. Columns that `packed_direct` has stored are in no list here, and the round
+leaves their rows of dC as they are.
 
 G lies in the storage of dC's later columns (`pack`): while a group of columns is worked on, its G and that of later
 groups lies behind it. So a round also waits for all adds of the earlier groups, whose G may lie where it writes.
@@ -22,10 +22,9 @@ import triton
 import triton.language as tl
 
 from .pack import PLAN_LAST, word_of
-from .packed_direct import direct_limit
 from .packed_gradient import load_arena
 from .packed_products import column_products
-from .tickets import signal, wait_for
+from .tickets import draw_ticket, signal, ticket_number, wait_for
 
 
 @triton.jit
@@ -42,8 +41,8 @@ def packed_stream_kernel(
     union_ptr,  # [pairs]
     union_start_ptr,  # [super-blocks, slabs]
     union_count_ptr,  # [super-blocks, slabs]
-    touched_ptr,  # [words]
-    twice_ptr,  # [words]
+    summed_ptr,  # [words]
+    direct_ptr,  # [words]
     n_rows_ptr,  # [1] or None
     constant_hidden_ptr,  # [D] fp32 or None: adds column_weight (x) constant_hidden
     column_weight_ptr,  # [V] fp32 or None
@@ -75,7 +74,6 @@ def packed_stream_kernel(
         return
     last = tl.load(plan_ptr + PLAN_LAST).to(tl.int32)
     arena = load_arena(plan_ptr)
-    limit = direct_limit(plan_ptr, n_columns, D)
     if n_rows_ptr is not None:
         n = tl.minimum(n, tl.load(n_rows_ptr))
     unit = 1.0
@@ -91,8 +89,9 @@ def packed_stream_kernel(
     n_adds = n_super * SLOTS
     per_step = n_adds + ROUNDS
     n_items = (n_parts + LAG) * per_step
-    item = tl.atomic_add(ticket_ptr, 1, sem="relaxed")
+    item = ticket_number(draw_ticket(ticket_ptr))
     while item < n_items:
+        following = draw_ticket(ticket_ptr)
         step = item // per_step
         sub = item % per_step
         if sub < n_adds:
@@ -141,10 +140,8 @@ def packed_stream_kernel(
                     column = slab * SLAB + row
                     valid = column < n_columns
                     word, bit = word_of(column), (column // 8) % 32
-                    touched = tl.load(touched_ptr + word, mask=valid, other=0)
-                    twice = tl.load(twice_ptr + word, mask=valid, other=0)
-                    direct = (((touched & ~twice) >> bit) & 1 != 0) & (column < limit)
-                    summed = ((touched >> bit) & 1 != 0) & ~direct
+                    summed = (tl.load(summed_ptr + word, mask=valid, other=0) >> bit) & 1 != 0
+                    direct = (tl.load(direct_ptr + word, mask=valid, other=0) >> bit) & 1 != 0
                     at = part_ptr + row[:, None] * BLOCK_D + offs_part[None, :]
                     x = tl.load(at, mask=summed[:, None], other=0.0, cache_modifier=".cg")
                     tl.debug_barrier()  # the store below need not give a thread the elements that it loaded
@@ -157,4 +154,4 @@ def packed_stream_kernel(
                     out = out_ptr + column.to(tl.int64)[:, None] * D + offs_d[None, :]
                     tl.store(out, x.to(out_ptr.dtype.element_ty), mask=(valid & ~direct)[:, None] & in_d[None, :])
                 signal(rounded_ptr + part)
-        item = tl.atomic_add(ticket_ptr, 1, sem="relaxed")
+        item = ticket_number(following)

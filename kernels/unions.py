@@ -1,4 +1,4 @@
-"""Which columns the row blocks of a super-block kept, as lists for dC and dbias; and which are kept more than once.
+"""Which columns the row blocks of a super-block kept, as lists for dC and dbias.
 
 A super-block shares its coin, so the kept sets of its four row blocks nest, and one list serves a product over all of
 its tokens. Columns that a single row block kept (about half) stand apart in it, for tiles that need 128 tokens only.
@@ -9,9 +9,11 @@ import triton.language as tl
 
 from .pack import PLAN_BASE, PLAN_FIRST, PLAN_LAST, popcount
 
+SETS: tl.constexpr = tl.constexpr(5)  # of `kept_apart`
+
 
 @triton.jit
-def _kept_words(kept_bits_ptr, row_block, last, words, n_words):
+def kept_words(kept_bits_ptr, row_block, last, words, n_words):
     mask = (words < n_words) & (row_block < last)
     return tl.load(kept_bits_ptr + row_block * n_words.to(tl.int64) + words, mask=mask, other=0)
 
@@ -19,10 +21,10 @@ def _kept_words(kept_bits_ptr, row_block, last, words, n_words):
 @triton.jit
 def kept_apart(kept_bits_ptr, super_block, last, words, n_words):
     """What a super-block keeps, as words of five disjoint sets: kept by row block 0, 1, 2, 3 alone; by several."""
-    kept_0 = _kept_words(kept_bits_ptr, super_block * 4, last, words, n_words)
-    kept_1 = _kept_words(kept_bits_ptr, super_block * 4 + 1, last, words, n_words)
-    kept_2 = _kept_words(kept_bits_ptr, super_block * 4 + 2, last, words, n_words)
-    kept_3 = _kept_words(kept_bits_ptr, super_block * 4 + 3, last, words, n_words)
+    kept_0 = kept_words(kept_bits_ptr, super_block * 4, last, words, n_words)
+    kept_1 = kept_words(kept_bits_ptr, super_block * 4 + 1, last, words, n_words)
+    kept_2 = kept_words(kept_bits_ptr, super_block * 4 + 2, last, words, n_words)
+    kept_3 = kept_words(kept_bits_ptr, super_block * 4 + 3, last, words, n_words)
     once = kept_0 ^ kept_1 ^ kept_2 ^ kept_3
     once &= ~((kept_0 & kept_1 & kept_2) | (kept_3 & ((kept_0 & kept_1) | (kept_2 & (kept_0 | kept_1)))))
     several = (kept_0 | kept_1 | kept_2 | kept_3) & ~once
@@ -40,29 +42,16 @@ def append_columns(out_ptr, bits, words, bit):
 
 
 @triton.jit
-def append_union(out_ptr, only_0, only_1, only_2, only_3, several, words, bit):
-    """Stores the columns of all five sets; returns how many.
-
-    Columns that one row block alone keeps (about half) stand apart: a tile of them needs its tokens only.
-    """
-    total = append_columns(out_ptr, only_0, words, bit)
-    total += append_columns(out_ptr + total, only_1, words, bit)
-    total += append_columns(out_ptr + total, several, words, bit)
-    total += append_columns(out_ptr + total, only_2, words, bit)
-    total += append_columns(out_ptr + total, only_3, words, bit)
-    return total
-
-
-@triton.jit
 def union_kernel(
     kept_bits_ptr,  # [row blocks, words]
     start_ptr,  # [row blocks, groups] int64
     plan_ptr,  # this round's row of the plan
+    summed_ptr,  # [words], the columns to list, or None for all
+    single_ptr,  # [words] or None, likewise: the columns to count
+    single_counts_ptr,  # [super-blocks, 5] int32, zeros, or None: out, per set
     union_ptr,  # [pairs of a round] out: per (super-block, group), the columns that stay in any of its row blocks
     union_start_ptr,  # [super-blocks, slabs] int32 out
     union_count_ptr,  # [super-blocks, slabs] int32 out
-    touched_ptr,  # [words] int32, zeros: out, columns that stay anywhere
-    twice_ptr,  # [words] int32, zeros, or None: out, columns that stay in two super-blocks or more
     n_words,
     n_groups,
     n_slabs,
@@ -70,6 +59,7 @@ def union_kernel(
     SLAB_WORDS: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
+    """The lists of columns that one row block alone keeps stand at both ends: few tiles mix two row blocks."""
     first = tl.load(plan_ptr + PLAN_FIRST).to(tl.int32)
     last = tl.load(plan_ptr + PLAN_LAST).to(tl.int32)
     base = tl.load(plan_ptr + PLAN_BASE)
@@ -81,13 +71,19 @@ def union_kernel(
         at = (tl.load(start_ptr + super_block * 4 * n_groups + group) - base).to(tl.int32)
         for slab in range(group * SLABS, tl.minimum((group + 1) * SLABS, n_slabs)):
             words = slab * SLAB_WORDS + tl.arange(0, SLAB_WORDS)
-            only_0, only_1, only_2, only_3, several = kept_apart(kept_bits_ptr, super_block, last, words, n_words)
-            union = only_0 | only_1 | only_2 | only_3 | several
-            inside = words < n_words
-            earlier = tl.atomic_or(touched_ptr + words, union, mask=inside, sem="relaxed")
-            if twice_ptr is not None:
-                tl.atomic_or(twice_ptr + words, earlier & union, mask=inside, sem="relaxed")
-            total = append_union(union_ptr + at, only_0, only_1, only_2, only_3, several, words, bit)
+            sets = kept_apart(kept_bits_ptr, super_block, last, words, n_words)
+            listed = tl.full((SLAB_WORDS,), -1, tl.int32)
+            if summed_ptr is not None:
+                listed = tl.load(summed_ptr + words, mask=words < n_words, other=0)
+                single = tl.load(single_ptr + words, mask=words < n_words, other=0)
+                counts = single_counts_ptr + super_block * SETS
+                for i in tl.static_range(SETS):
+                    tl.atomic_add(counts + i, tl.sum(popcount(sets[i] & single), 0), sem="relaxed")
+            total = append_columns(union_ptr + at, sets[0] & listed, words, bit)
+            total += append_columns(union_ptr + at + total, sets[1] & listed, words, bit)
+            total += append_columns(union_ptr + at + total, sets[4] & listed, words, bit)
+            total += append_columns(union_ptr + at + total, sets[2] & listed, words, bit)
+            total += append_columns(union_ptr + at + total, sets[3] & listed, words, bit)
             tl.store(union_start_ptr + super_block * n_slabs + slab, at)
             tl.store(union_count_ptr + super_block * n_slabs + slab, total)
             at += total

@@ -11,7 +11,7 @@ import torch
 import triton
 
 from vpcce import sampling
-from vpcce.kernels import backward_packed, marks, pack, packed_direct, packed_layout
+from vpcce.kernels import backward_packed, column_kinds, marks, pack, packed_layout
 from vpcce.kernels.problem import Head, Marks, RowGradients
 from vpcce.policy import sampled
 
@@ -35,7 +35,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(backward_packed, "packed_launch", lambda kernel, device, dtype: (2, dict(blocks[kernel])))
     monkeypatch.setattr(packed_layout, "DENSE_GROUP", 1024)
     monkeypatch.setattr(packed_layout, "SLAB_COLUMNS", 512)
-    monkeypatch.setattr(packed_direct, "LISTS", triton.language.constexpr(8))
+    monkeypatch.setattr(column_kinds, "LISTS", triton.language.constexpr(8))
     monkeypatch.setattr(backward_packed, "LIST_BLOCK", 32)
     monkeypatch.setattr(packed_layout, "LIST_BLOCK", 32)
 
@@ -149,63 +149,92 @@ def test_half_precision_in_place(options, monkeypatch):
 DIRECT = {
     "G begins in the middle of dC": dict(),
     "G begins in the second group, a pair is as long as two columns": dict(d=64, eps=0.5),
-    "all of G beside dC": dict(extra_share=1),
-    "label smoothing, bias, ignored rows": dict(constant=True, bias=True, n_rows=1000),
+    "all of G beside dC, five super-blocks": dict(n=2200, eps=0.5, extra_share=1),
+    "one super-block, none is hot": dict(n=500),
+    "two, both have to keep a hot column": dict(n=1000),
+    "five, columns of two are summed": dict(n=2200, d=256, eps=0.5),
+    "more hot columns than the table holds": dict(hot_most=256, extra_share=0.8),
+    "label smoothing, bias, a row block cut short; four super-blocks of five count": dict(
+        n=2200, n_rows=2000, d=256, eps=0.5, constant=True, bias=True
+    ),
     "two runs of parts of D, which no tile divides; vocabulary of partial word tiles": dict(d=251, v=3900),
 }
 
 
 @pytest.mark.parametrize("options", DIRECT.values(), ids=DIRECT)
-def test_columns_of_one_super_block_go_to_dc_directly(options, monkeypatch):
-    """Three super-blocks. Every such column before G is listed once, under what keeps it, and gone from the unions.
+def test_columns_that_need_no_sums_go_to_dc_directly(options, monkeypatch):
+    """Three super-blocks, if not said otherwise. Every kept column is listed once for what stores it: as single, as hot
+    or in the unions; behind G's first pair in the unions only. dC is right for each kind of column by itself.
 
-    The last column before the limit and the next one are such columns, so a limit that is off by one shows.
+    The last column before the limit and the next one are single ones, so a limit that is off by one shows.
     """
     options = {**dict(n=1100, v=4000, d=128, dtype=torch.float16, eps=0.25, extra_share=1 / 3), **options}
-    extra_share = options.pop("extra_share")
+    extra_share, hot_most = options.pop("extra_share"), options.pop("hot_most", 4096)
+    monkeypatch.setattr(column_kinds, "HOT_MOST", hot_most)
     problem = Problem(**options)
     v, d = problem.weight.shape
     n_pairs = int(marks.unpack_marks(problem.marks.bits, v).sum())
     extra_rows = int(n_pairs * extra_share)
     if extra_share < 1:
-        expected = torch.nn.functional.pad(problem.scale > 0, (0, 0, 0, -len(problem.scale) % 4))
-        expected = expected.view(-1, 4, v).any(1).sum(0) == 1
+        expected = super_blocks(problem.scale > 0).any(1).sum(0) == 1
         while not expected[(at := (v * d // 128 - (n_pairs - extra_rows)) * 128 // d) - 1] & expected[at]:
             extra_rows += 1
     monkeypatch.setattr(packed_layout, "EXTRA_BYTES", extra_rows * 256)
     seen = []
-    direct_lists = backward_packed._Work.direct_lists
+    direct_columns = backward_packed._Work.direct_columns
+    monkeypatch.setattr(
+        backward_packed._Work, "direct_columns", lambda work: seen.append((work, direct_columns(work))) or seen[0][1]
+    )
+    d_hidden, d_weight, d_bias = problem.run(bias_grad=True)
+    problem.check(d_hidden, d_weight, 6e-4)
+    check_bias_grad(problem, d_bias, 6e-4)
 
-    def record(work, counts, cursors):
-        seen.append((work, counts, direct_lists(work, counts, cursors)))
-        return seen[0][2]
-
-    monkeypatch.setattr(backward_packed._Work, "direct_lists", record)
-    problem.check(*problem.run(bias_grad=True)[:2], 6e-4)
-    (work, counts, listed), plan = seen[0], seen[0][0].layout.plan[0]
-    counts = counts.tolist()
-    kept = marks.unpack_marks(work.kept_bits, v)
-    kept = torch.nn.functional.pad(kept, (0, 0, 0, -len(kept) % 4)).view(-1, 4, v)
+    work, columns = seen[0]
+    kept = super_blocks(marks.unpack_marks(work.kept_bits, v))
     in_any = kept.any(1)
-    single = in_any.sum(0) == 1
-    before_g = torch.arange(v) < v
+    keepers, n_super = in_any.sum(0), -(-problem.n_rows_int // 512)
+    before_g, plan = torch.arange(v) < v, work.layout.plan[0]
     if plan[pack.PLAN_SPILL.value] > 0:
         before_g = (torch.arange(v) + 1) * d <= plan[pack.PLAN_STORAGE_SHIFT.value] * 128
         limit = int(before_g.sum())
-        assert single[limit - 1] and single[limit]
-    direct = single & before_g
-    assert direct.sum() > 100 and (~single & in_any.any(0)).sum() > 100
-    assert (single & ~before_g).any() == (extra_share < 1)
+        assert keepers[limit - 1] == keepers[limit] == 1
+    assert before_g.all() == (extra_share == 1)
+    single = (keepers == 1) & before_g
+    often = keepers >= max(2, n_super / 2)
+    hot = torch.zeros_like(single)
+    hot[columns.hot[: int(columns.n_hot)].long()] = True
+    assert not (hot & ~(often & before_g)).any() and hot.sum() == min(columns.n_hot.item(), hot_most)
+    assert columns.n_hot == (often & before_g).sum() and (columns.n_hot > hot_most) == (hot_most == 256)
+    summed = in_any.any(0) & ~single & ~hot
+    for name, chosen in {"single": single, "hot": hot, "summed": summed}.items():
+        assert chosen.sum() > 30 or (n_super == 1, name) == (True, "hot"), (name, chosen.sum())
+        ours, truth = d_weight[chosen].double(), problem.grad.T[chosen] @ problem.hidden.double()
+        assert ours.numel() == 0 or (ours - truth).norm() < 6e-4 * truth.norm(), name
+    check_lists(work, columns, kept, single, hot, summed)
+
+
+def super_blocks(kept):  # [row blocks, V]
+    return torch.nn.functional.pad(kept, (0, 0, 0, -len(kept) % 4)).view(-1, 4, kept.shape[1])
+
+
+def check_lists(work, columns, kept, single, hot, summed):
+    in_any, v = kept.any(1), kept.shape[2]
+    for words, chosen in (columns.summed, summed), (columns.direct, single | hot):
+        assert torch.equal(marks.unpack_marks(words[None], v)[0], chosen)
+    pairs = columns.hot_pairs[:, : hot.sum()]
+    listed = columns.hot[: hot.sum()].long()
+    assert torch.equal(pairs >= 0, kept.flatten(0, 1)[: len(pairs), listed])
+    counts = columns.single_counts.tolist()
     alone = kept & (kept.sum(1, keepdim=True) == 1)
-    lists = torch.cat([alone, (kept.sum(1, keepdim=True) > 1)], 1).flatten(0, 1) & direct
+    lists = torch.cat([alone, (kept.sum(1, keepdim=True) > 1)], 1).flatten(0, 1) & single
     assert counts == lists.sum(1).tolist()
-    for ours, columns in zip(listed.split([*counts, v - sum(counts)]), lists, strict=False):
-        assert torch.equal(ours.sort().values.long(), columns.nonzero()[:, 0])
+    for ours, chosen in zip(columns.single.split([*counts, v - sum(counts)]), lists, strict=False):
+        assert torch.equal(ours.sort().values.long(), chosen.nonzero()[:, 0])
     left = torch.zeros_like(in_any)
     for s, (starts, sizes) in enumerate(zip(work.union_start, work.union_count, strict=True)):
         for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
             left[s, work.union[start : start + size].long()] = True
-    assert torch.equal(left, in_any & ~direct) and work.union_count.sum() == left.sum()
+    assert torch.equal(left, in_any & summed) and work.union_count.sum() == left.sum()
 
 
 def test_main_grad_is_added_to_in_rounds(monkeypatch):

@@ -33,7 +33,7 @@ STAGES = {
     "dE": ("packed_hidden_grad",),
     "dC": ("packed_stream", "packed_direct", "packed_weight_grad"),
     "dE and dC": ("products_kernel", "dense_stream"),
-    "pack": ("count_kernel", "plan_", "list_kernel", "keep_kernel", "union"),
+    "pack": ("count_kernel", "plan_", "list_kernel", "keep_kernel", "union", "column_kinds", "hot_pairs"),
 }
 
 
