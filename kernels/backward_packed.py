@@ -35,7 +35,7 @@ from .packed_products import (
     packed_weight_grad_kernel,
 )
 from .packed_stream import packed_stream_kernel
-from .packed_table import LAG, RING, packed_launch
+from .packed_table import LAG, RING, ROUND_ROWS, ROUND_STEP, SLOTS, packed_launch
 from .problem import Head, HiddenGradReady, Marks, Policy, RowGradients, weight_factors
 from .row_sum import row_sum
 from .tiles import Source, compute_dtype, gradient_unit, low_rank_arguments, narrowed
@@ -234,11 +234,13 @@ class _Work:
         at = self.layout
         programs, blocks = packed_launch("weight", self.device, self.dtype)
         factor, _ = weight_factors(self.hidden, self.head)
+        blocks = self._narrowed(blocks, factor.shape[1])
+        hidden = Source(factor, blocks["BLOCK_K"], blocks["BLOCK_D"])
         packed_weight_grad_kernel[(programs,)](
-            factor, at.storage, at.extra, self.unit, at.plan[r], self.marks.bits, self.kept_bits, self.word_start,
-            self.union, self.union_start, self.union_count, self.n_rows, out, self.n, factor.stride(0),
-            out.stride(0), self.n_words, at.n_slabs, D=factor.shape[1], PROGRAMS=programs,
-            ATOMIC=not self.policy.deterministic, PRECISION=self.precision, **self._narrowed(blocks, factor.shape[1]),
+            hidden.source, at.storage, at.extra, self.unit, at.plan[r], self.marks.bits, self.kept_bits, self.word_start,
+            self.union, self.union_start, self.union_count, self.n_rows, out, self.n, hidden.stride_row,
+            out.stride(0), self.n_words, at.n_slabs, D=factor.shape[1], PROGRAMS=programs, TMA_HIDDEN=hidden.tma,
+            ATOMIC=not self.policy.deterministic, PRECISION=self.precision, **blocks,
         )  # fmt: skip
 
     def weight_grad_stream(self, out: Tensor) -> None:
@@ -250,14 +252,16 @@ class _Work:
         ticket, added, rounded, groups = counters.split([1, n_parts, n_parts, at.n_groups])
         columns = self.direct_columns()
         self.direct_weight_grad(columns, out)
+        hidden = Source(self.hidden, blocks["BLOCK_K"], blocks["BLOCK_D"])
         ring = torch.zeros(RING, at.slab_columns, blocks["BLOCK_D"], dtype=torch.float32, device=self.device)
         packed_stream_kernel[(programs,)](
-            self.hidden, at.storage, at.extra, self.unit, at.dense, at.plan[0], self.marks.bits, self.kept_bits,
+            hidden.source, at.storage, at.extra, self.unit, at.dense, at.plan[0], self.marks.bits, self.kept_bits,
             self.word_start, self.union, self.union_start, self.union_count, columns.summed, columns.direct,
             self.n_rows, self.constant_hidden, self.head.column_weight, ring, ticket, added, rounded, groups, out,
-            self.n, self.hidden.stride(0), self.n_words, at.n_slabs, self.n_columns, at.n_super, D=self.d,
-            SLAB=at.slab_columns, GROUP_SLABS=at.group_columns // at.slab_columns, RING=RING, LAG=LAG, SLOTS=4,
-            ROUND_ROWS=min(512, at.slab_columns), ROUND_STEP=32, **blocks,
+            self.n, hidden.stride_row, self.n_words, at.n_slabs, self.n_columns, at.n_super, D=self.d,
+            SLAB=at.slab_columns, GROUP_SLABS=at.group_columns // at.slab_columns, RING=RING, LAG=LAG, SLOTS=SLOTS,
+            ROUND_ROWS=min(ROUND_ROWS, at.slab_columns), ROUND_STEP=ROUND_STEP,
+            TMA_HIDDEN=hidden.tma, **blocks,
         )  # fmt: skip
 
     def direct_columns(self) -> DirectColumns:
@@ -293,13 +297,14 @@ class _Work:
     def direct_weight_grad(self, columns: DirectColumns, out: Tensor) -> None:
         at = self.layout
         programs, blocks = packed_launch("direct", self.device, self.dtype)
+        hidden = Source(self.hidden, blocks["BLOCK_K"], blocks["BLOCK_D"])
         tile = torch.empty(programs, 5, blocks["BLOCK_N"], dtype=torch.int32, device=self.device)
         packed_direct_kernel[(programs,)](
-            self.hidden, at.storage, at.extra, self.unit, at.dense, at.plan[0], self.marks.bits, self.kept_bits,
+            hidden.source, at.storage, at.extra, self.unit, at.dense, at.plan[0], self.marks.bits, self.kept_bits,
             self.word_start, columns.n_hot, columns.hot, columns.hot_pairs, columns.single_counts, columns.single,
             tile, self.n_rows, self.constant_hidden, self.head.column_weight, columns.ticket, out, self.n,
-            self.hidden.stride(0), self.n_words, len(columns.single_counts), D=self.d, HOT_MOST=len(columns.hot),
-            **blocks,
+            hidden.stride_row, self.n_words, len(columns.single_counts), D=self.d, HOT_MOST=len(columns.hot),
+            TMA_HIDDEN=hidden.tma, **blocks,
         )  # fmt: skip
 
     def bias_grad(self, r: int, out: Tensor) -> None:

@@ -21,7 +21,6 @@ from .column_kinds import count_tiles, find_tile
 from .pack import PLAN_LAST
 from .packed_gradient import load_arena
 from .packed_products import active_blocks, add_tokens, kept_pairs
-from .tickets import draw_ticket, ticket_number
 from .unions import SETS
 
 
@@ -50,7 +49,7 @@ def _store_columns(
 
 @triton.jit
 def packed_direct_kernel(
-    hidden_ptr,  # [N, D]
+    hidden,  # [N, D] descriptor or pointer
     storage_ptr,  # G
     extra_ptr,  # G
     unit_ptr,  # [] fp32 or None
@@ -80,6 +79,7 @@ def packed_direct_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PARTS: tl.constexpr,
+    TMA_HIDDEN: tl.constexpr,
 ):
     """`column_kinds` shows how the tiles of single columns are numbered."""
     if tl.load(dense_ptr) != 0:
@@ -96,9 +96,9 @@ def packed_direct_kernel(
     n_hot_items = tl.cdiv(n_hot, BLOCK_N) * N_D
     n_items = n_hot_items + count_tiles(counts_ptr, n_lists, BLOCK_N) * RUNS
     tile_ptr += tl.program_id(0) * 5 * BLOCK_N
-    item = ticket_number(draw_ticket(ticket_ptr))
+    item = tl.atomic_add(ticket_ptr, 1, sem="relaxed")
     while item < n_items:
-        following = draw_ticket(ticket_ptr)
+        tl.debug_barrier()  # no thread reads the last item's tile any more
         hot = item < n_hot_items
         if hot:
             first_part = item % N_D
@@ -127,7 +127,6 @@ def packed_direct_kernel(
             pair_2 = kept_pairs(bits_ptr, kept_bits_ptr, word_start_ptr, n_words, block + 2, last, 0, column, in_2)
             pair_3 = kept_pairs(bits_ptr, kept_bits_ptr, word_start_ptr, n_words, block + 3, last, 0, column, in_3)
             n_active, order = active_blocks(pair_0, pair_1, pair_2, pair_3)
-            # No thread reads the last item's any more: the sum in `ticket_number` was a barrier.
             tl.store(pairs + offs_n, pair_0)
             tl.store(pairs + BLOCK_N + offs_n, pair_1)
             tl.store(pairs + 2 * BLOCK_N + offs_n, pair_2)
@@ -140,16 +139,17 @@ def packed_direct_kernel(
         acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
         # One loop over parts and tokens: with one row block a part has too few steps to hide a load's latency.
         for i in range(n_parts * steps):
-            offs_d = (first_part + i // steps) * BLOCK_D + tl.arange(0, BLOCK_D)
+            first_d = (first_part + i // steps) * BLOCK_D
             b = i % steps // STEPS
             b = tl.where(hot, b, (order >> (2 * tl.minimum(b, 3))) & 3)
             pair = tl.load(pairs + b * stride_pairs + offs_n)
             acc = add_tokens(
-                acc, hidden_ptr, storage_ptr, extra_ptr, arena, pair, block + b, i % STEPS, n, stride_hidden, offs_d,
-                D, BLOCK_D, BLOCK_K, "tf32",
+                acc, hidden, storage_ptr, extra_ptr, arena, pair, block + b, i % STEPS, n, stride_hidden, first_d, D,
+                BLOCK_D, BLOCK_K, TMA_HIDDEN, "tf32",
             )  # fmt: skip
             if i % steps == steps - 1:
                 column = tl.load(tile_ptr + offs_n)
+                offs_d = first_d + tl.arange(0, BLOCK_D)
                 _store_columns(acc, column, offs_d, unit_ptr, constant_hidden_ptr, column_weight_ptr, out_ptr, D)
                 acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-        item = ticket_number(following)
+        item = tl.atomic_add(ticket_ptr, 1, sem="relaxed")

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from .pack import PLAN_BASE, PLAN_FIRST, PLAN_LAST, pair_of, word_of
 from .packed_gradient import arena_rows, load_arena
+from .tiles import load_tile
 
 
 @triton.jit
@@ -115,7 +116,7 @@ def active_blocks(pair_0, pair_1, pair_2, pair_3):
 @triton.jit
 def add_tokens(
     acc,  # [columns, BLOCK_D]
-    hidden_ptr,
+    hidden,  # [N, D] descriptor or pointer
     storage_ptr,
     extra_ptr,
     arena,
@@ -124,10 +125,11 @@ def add_tokens(
     k,  # which BLOCK_K tokens of it
     n,
     stride_hidden,
-    offs_d,  # [BLOCK_D]
+    first_d,  # which BLOCK_D of D
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    TMA_HIDDEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """acc + G.T @ hidden of BLOCK_K tokens."""
@@ -135,19 +137,15 @@ def add_tokens(
     offs_k = k * BLOCK_K + tl.arange(0, BLOCK_K)
     g_rows = arena_rows(storage_ptr, extra_ptr, arena, pair)
     g = tl.load(g_rows[:, None] + offs_k[None, :], mask=(pair >= 0)[:, None], other=0.0)
-    rows = row_block * 128 + offs_k
-    hidden = hidden_ptr + rows.to(tl.int64)[:, None] * stride_hidden + offs_d[None, :]
-    if D % BLOCK_D == 0:
-        h = tl.load(hidden, mask=(rows < n)[:, None], other=0.0)
-    else:
-        h = tl.load(hidden, mask=(rows < n)[:, None] & (offs_d < D)[None, :], other=0.0)
+    row = row_block * 128 + k * BLOCK_K
+    h = load_tile(hidden, row, first_d, n, D, stride_hidden, 1, BLOCK_K, BLOCK_D, TMA_HIDDEN)
     return tl.dot(g, h.to(dtype), acc, input_precision=PRECISION)
 
 
 @triton.jit
 def add_product(
     acc,  # [columns, BLOCK_D]
-    hidden_ptr,
+    hidden,
     storage_ptr,
     extra_ptr,
     arena,
@@ -160,24 +158,25 @@ def add_product(
     super_block,
     order,
     i,  # which BLOCK_K tokens of the active row blocks
-    offs_d,  # [BLOCK_D]
+    first_d,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    TMA_HIDDEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     STEPS: tl.constexpr = 128 // BLOCK_K
     b = (order >> (2 * (i // STEPS))) & 3
     pair = tl.where(b < 2, tl.where(b == 0, pair_0, pair_1), tl.where(b == 2, pair_2, pair_3))
     return add_tokens(
-        acc, hidden_ptr, storage_ptr, extra_ptr, arena, pair, super_block * 4 + b, i % STEPS, n, stride_hidden, offs_d,
-        D, BLOCK_D, BLOCK_K, PRECISION,
+        acc, hidden, storage_ptr, extra_ptr, arena, pair, super_block * 4 + b, i % STEPS, n, stride_hidden, first_d, D,
+        BLOCK_D, BLOCK_K, TMA_HIDDEN, PRECISION,
     )  # fmt: skip
 
 
 @triton.jit
 def column_products(
-    hidden_ptr,
+    hidden,
     storage_ptr,
     extra_ptr,
     arena,
@@ -192,11 +191,12 @@ def column_products(
     super_block,
     last,
     base,
-    offs_d,  # [BLOCK_D]
+    first_d,
     D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    TMA_HIDDEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """[BLOCK_N, BLOCK_D]: the columns' gradient from one super-block's tokens."""
@@ -210,15 +210,15 @@ def column_products(
     acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for i in range(n_active * STEPS):
         acc = add_product(
-            acc, hidden_ptr, storage_ptr, extra_ptr, arena, pair_0, pair_1, pair_2, pair_3, n, stride_hidden,
-            super_block, order, i, offs_d, D, BLOCK_D, BLOCK_K, PRECISION,
+            acc, hidden, storage_ptr, extra_ptr, arena, pair_0, pair_1, pair_2, pair_3, n, stride_hidden, super_block,
+            order, i, first_d, D, BLOCK_D, BLOCK_K, TMA_HIDDEN, PRECISION,
         )  # fmt: skip
     return acc
 
 
 @triton.jit
 def packed_weight_grad_kernel(
-    hidden_ptr,  # [N, D]
+    hidden,  # [N, D] descriptor or pointer
     storage_ptr,  # G
     extra_ptr,  # G
     unit_ptr,  # [] fp32 or None
@@ -241,6 +241,7 @@ def packed_weight_grad_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    TMA_HIDDEN: tl.constexpr,
     ATOMIC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -263,7 +264,8 @@ def packed_weight_grad_kernel(
         inner = n_super
         outer = tl.minimum(n_super, 1)
     for item in range(tl.program_id(0), n_slabs * outer * N_D, PROGRAMS):
-        offs_d = item % N_D * BLOCK_D + tl.arange(0, BLOCK_D)
+        first_d = item % N_D * BLOCK_D
+        offs_d = first_d + tl.arange(0, BLOCK_D)
         slab = item // (N_D * outer)
         for s in range(inner):
             super_block = first // 4 + (item // N_D) % outer + s
@@ -274,9 +276,9 @@ def packed_weight_grad_kernel(
                 inside = offs_n < n_columns
                 column = tl.load(union_ptr + start + offs_n, mask=inside, other=0)
                 acc = column_products(
-                    hidden_ptr, storage_ptr, extra_ptr, arena, bits_ptr, kept_bits_ptr, word_start_ptr, n_words, n,
-                    stride_hidden, column, inside, super_block, last, base, offs_d, D, BLOCK_N, BLOCK_D, BLOCK_K,
-                    PRECISION,
+                    hidden, storage_ptr, extra_ptr, arena, bits_ptr, kept_bits_ptr, word_start_ptr, n_words, n,
+                    stride_hidden, column, inside, super_block, last, base, first_d, D, BLOCK_N, BLOCK_D, BLOCK_K,
+                    TMA_HIDDEN, PRECISION,
                 )  # fmt: skip
                 if unit_ptr is not None:
                     acc *= unit

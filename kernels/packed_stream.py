@@ -24,12 +24,12 @@ import triton.language as tl
 from .pack import PLAN_LAST, word_of
 from .packed_gradient import load_arena
 from .packed_products import column_products
-from .tickets import draw_ticket, signal, ticket_number, wait_for
+from .tickets import signal, wait_for
 
 
 @triton.jit
 def packed_stream_kernel(
-    hidden_ptr,  # [N, D]
+    hidden,  # [N, D] descriptor or pointer
     storage_ptr,  # G
     extra_ptr,  # G
     unit_ptr,  # [] fp32 or None
@@ -66,6 +66,7 @@ def packed_stream_kernel(
     SLOTS: tl.constexpr,
     ROUND_ROWS: tl.constexpr,
     ROUND_STEP: tl.constexpr,
+    TMA_HIDDEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -89,9 +90,8 @@ def packed_stream_kernel(
     n_adds = n_super * SLOTS
     per_step = n_adds + ROUNDS
     n_items = (n_parts + LAG) * per_step
-    item = ticket_number(draw_ticket(ticket_ptr))
+    item = tl.atomic_add(ticket_ptr, 1, sem="relaxed")
     while item < n_items:
-        following = draw_ticket(ticket_ptr)
         step = item // per_step
         sub = item % per_step
         if sub < n_adds:
@@ -100,7 +100,7 @@ def packed_stream_kernel(
                     wait_for(rounded_ptr + step - RING, ROUNDS)
                 slab = step // N_D
                 offs_part = tl.arange(0, BLOCK_D)
-                offs_d = step % N_D * BLOCK_D + offs_part
+                first_d = step % N_D * BLOCK_D
                 super_block = sub // SLOTS
                 count = tl.load(union_count_ptr + super_block * n_slabs + slab)
                 start = tl.load(union_start_ptr + super_block * n_slabs + slab)
@@ -110,9 +110,9 @@ def packed_stream_kernel(
                     inside = offs_n < count
                     column = tl.load(union_ptr + start + offs_n, mask=inside, other=0)
                     acc = column_products(
-                        hidden_ptr, storage_ptr, extra_ptr, arena, bits_ptr, kept_bits_ptr, word_start_ptr, n_words,
-                        n, stride_hidden, column, inside, super_block, last, 0, offs_d, D, BLOCK_N, BLOCK_D, BLOCK_K,
-                        "tf32",
+                        hidden, storage_ptr, extra_ptr, arena, bits_ptr, kept_bits_ptr, word_start_ptr, n_words, n,
+                        stride_hidden, column, inside, super_block, last, 0, first_d, D, BLOCK_N, BLOCK_D, BLOCK_K,
+                        TMA_HIDDEN, "tf32",
                     )  # fmt: skip
                     if unit_ptr is not None:
                         acc *= unit
@@ -154,4 +154,4 @@ def packed_stream_kernel(
                     out = out_ptr + column.to(tl.int64)[:, None] * D + offs_d[None, :]
                     tl.store(out, x.to(out_ptr.dtype.element_ty), mask=(valid & ~direct)[:, None] & in_d[None, :])
                 signal(rounded_ptr + part)
-        item = ticket_number(following)
+        item = tl.atomic_add(ticket_ptr, 1, sem="relaxed")

@@ -19,8 +19,9 @@ import torch
 
 from . import launch_table
 
-RING = 8
-LAG = 4
+RING, LAG = 8, 4
+SLOTS = 4  # add items of a super-block and a part; each takes every SLOTS-th tile of columns
+ROUND_ROWS, ROUND_STEP = 256, 64  # columns of a round item, and of one of its steps
 
 # fp32 products take no tensor cores; their tiles are only there to bound shared memory.
 FP32 = {
@@ -36,7 +37,7 @@ TABLE = {
         "hidden": dict(BLOCK_K=64, BLOCK_D=128, num_warps=4, num_stages=4, per_processor=2),
         "weight": dict(BLOCK_N=128, BLOCK_K=64, BLOCK_D=256, num_warps=8, num_stages=3, per_processor=1),
         "stream": dict(BLOCK_N=128, BLOCK_K=64, BLOCK_D=128, num_warps=4, num_stages=3, per_processor=2),
-        "direct": dict(BLOCK_N=128, BLOCK_K=64, BLOCK_D=128, PARTS=3, num_warps=4, num_stages=5, per_processor=2),
+        "direct": dict(BLOCK_N=128, BLOCK_K=64, BLOCK_D=256, PARTS=3, num_warps=8, num_stages=5, per_processor=1),
     },
     ("sm80", 2): {
         "gradient": dict(BLOCK_N=128, BLOCK_K=32, num_warps=8, num_stages=3, per_processor=2),
