@@ -23,6 +23,7 @@ import triton
 from torch import Tensor
 
 from . import pack
+from .beside import Beside
 from .coin import ROW_BLOCK
 from .column_kinds import HOT_TILE, DirectColumns, column_kinds_kernel, hot_pairs_kernel, hot_width, single_list_kernel
 from .dense_stream import dense_stream
@@ -94,17 +95,22 @@ def packed_backward(
             sums = torch.zeros(total.shape, dtype=torch.float32, device=device)
     layout = plan_layout(marks.bits, n_rows, n, n_columns, d, dtype, d_weight if in_place else None)
     work = _Work(hidden, head, target, lse, rows, n_rows, row_index, policy, marks, layout, dtype)
+    beside = Beside(device)
 
     for r in range(layout.plan.shape[0]):
         work.gradient(r)
         if d_bias is not None or sums is not None:
             work.unions(r)
+        if d_bias is not None:
+            work.bias_grad(r, d_bias)
+        if in_place:
+            with beside:
+                columns = work.direct_columns()
+                work.direct_weight_grad(columns, d_weight)
         if d_hidden is not None:
             work.hidden_grad(r, d_hidden)
         if low_rank_grad is not None:
             work.low_rank_grad(r, low_rank_grad)
-        if d_bias is not None:
-            work.bias_grad(r, d_bias)
         if sums is not None:
             work.weight_grad(r, sums)
     if sums is not None:
@@ -131,7 +137,8 @@ def packed_backward(
     if d_hidden is not None:
         hidden_grad_ready(d_hidden)
     if in_place:
-        work.weight_grad_stream(d_weight)
+        beside.join()
+        work.weight_grad_stream(columns, d_weight)
     return d_hidden, d_weight, d_bias
 
 
@@ -237,21 +244,19 @@ class _Work:
         blocks = self._narrowed(blocks, factor.shape[1])
         hidden = Source(factor, blocks["BLOCK_K"], blocks["BLOCK_D"])
         packed_weight_grad_kernel[(programs,)](
-            hidden.source, at.storage, at.extra, self.unit, at.plan[r], self.marks.bits, self.kept_bits, self.word_start,
-            self.union, self.union_start, self.union_count, self.n_rows, out, self.n, hidden.stride_row,
-            out.stride(0), self.n_words, at.n_slabs, D=factor.shape[1], PROGRAMS=programs, TMA_HIDDEN=hidden.tma,
-            ATOMIC=not self.policy.deterministic, PRECISION=self.precision, **blocks,
+            hidden.source, at.storage, at.extra, self.unit, at.plan[r], self.marks.bits, self.kept_bits,
+            self.word_start, self.union, self.union_start, self.union_count, self.n_rows, out, self.n,
+            hidden.stride_row, out.stride(0), self.n_words, at.n_slabs, D=factor.shape[1], PROGRAMS=programs,
+            TMA_HIDDEN=hidden.tma, ATOMIC=not self.policy.deterministic, PRECISION=self.precision, **blocks,
         )  # fmt: skip
 
-    def weight_grad_stream(self, out: Tensor) -> None:
-        """dC: the columns that need no sums, then slab by slab the others, into the storage that G leaves."""
+    def weight_grad_stream(self, columns: DirectColumns, out: Tensor) -> None:
+        """dC of the columns that need sums, slab by slab, into the storage that G leaves."""
         at = self.layout
         programs, blocks = packed_launch("stream", self.device, self.dtype)
         n_parts = at.n_slabs * triton.cdiv(self.d, blocks["BLOCK_D"])
         counters = torch.zeros(1 + 2 * n_parts + at.n_groups, dtype=torch.int32, device=self.device)
         ticket, added, rounded, groups = counters.split([1, n_parts, n_parts, at.n_groups])
-        columns = self.direct_columns()
-        self.direct_weight_grad(columns, out)
         hidden = Source(self.hidden, blocks["BLOCK_K"], blocks["BLOCK_D"])
         ring = torch.zeros(RING, at.slab_columns, blocks["BLOCK_D"], dtype=torch.float32, device=self.device)
         packed_stream_kernel[(programs,)](

@@ -32,7 +32,7 @@ FP32 = {
 }
 TABLE = {
     ("sm90", 2): {
-        "gradient": dict(BLOCK_N=128, BLOCK_K=64, num_warps=8, num_stages=5, per_processor=1),
+        "gradient": dict(BLOCK_N=128, BLOCK_K=64, num_warps=8, num_stages=6, per_processor=1),
         "candidates": dict(BLOCK_N=128, BLOCK_K=64, num_warps=8, num_stages=5, per_processor=1),
         "hidden": dict(BLOCK_K=64, BLOCK_D=128, num_warps=4, num_stages=4, per_processor=2),
         "weight": dict(BLOCK_N=128, BLOCK_K=64, BLOCK_D=256, num_warps=8, num_stages=3, per_processor=1),

@@ -3,11 +3,11 @@
     python launch/bench/megatron_h200x2.py --corpus corpus.npz                       everything, about 8 minutes
     python launch/bench/megatron_h200x2.py head                                      the head alone, about 2 minutes
     python launch/bench/megatron_h200x2.py train --corpus corpus.npz --steps 100     both losses, both vocabularies
-    python launch/bench/megatron_h200x2.py largest                                   the largest micro-batch that fits
 
-Each measurement is a torchrun of megatron_head.py or megatron_train.py, so that one that runs out of memory costs its
-row only. Rows go into launch/bench/results/h200x2-megatron.json, replacing older rows of the same measurement;
-loss curves into the .png beside it. Needs megatron-core; Apple's CCE takes part where its main branch is installed.
+Each measurement is a torchrun of megatron_head.py or megatron_train.py. A training run goes on with larger and larger
+micro-batches until the memory ends: rows of part `largest`. Rows go into launch/bench/results/h200x2-megatron.json,
+replacing older rows of the same measurement; loss curves into the .png beside it. Needs megatron-core; Apple's CCE
+takes part where its main branch is installed.
 
 NVLink multicast is off in NCCL (NCCL_NVLS_ENABLE=0), and CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron asks for.
 """
@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "h200x2-megatron.json"
 IDENTITY = ("part", "model", "method", "loss", "vocabulary", "micro_batch")
 LOSSES = ("megatron", "vpcce")
-MICRO_BATCHES = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96)
+GROW = (16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 128)
 ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -58,8 +58,9 @@ def head(arguments) -> None:
     save(torchrun("megatron_head.py", "--repeats", arguments.repeats, timeout=arguments.timeout))
 
 
-def train_rows(arguments, loss: str, vocabulary: int, micro_batches: tuple[int, ...], steps: int) -> list[dict]:
-    options = ["--loss", loss, "--vocabulary", vocabulary, "--steps", steps, "--micro-batch", *micro_batches]
+def train_rows(arguments, loss: str, vocabulary: int) -> list[dict]:
+    options = ["--loss", loss, "--vocabulary", vocabulary, "--steps", arguments.steps]
+    options += ["--micro-batch", arguments.micro_batch, "--grow", *arguments.grow]
     if arguments.corpus:
         options += ["--corpus", arguments.corpus]
     rows = torchrun("megatron_train.py", *options, timeout=arguments.timeout)
@@ -71,18 +72,16 @@ def train_rows(arguments, loss: str, vocabulary: int, micro_batches: tuple[int, 
 def train(arguments) -> None:
     for vocabulary in arguments.vocabularies:
         for loss in LOSSES:
-            save(train_rows(arguments, loss, vocabulary, (arguments.micro_batch,), arguments.steps))
-    plot()
-
-
-def largest(arguments) -> None:
-    """One model takes micro-batch after micro-batch, three steps each, until the memory ends."""
-    for vocabulary in arguments.vocabularies:
-        for loss in LOSSES:
-            rows = train_rows(arguments, loss, vocabulary, MICRO_BATCHES, steps=3)
-            best = max((row for row in rows if "error" not in row), key=lambda row: row["micro_batch"], default={})
+            rows = train_rows(arguments, loss, vocabulary)
+            save([row for row in rows if row["part"] == "train"])
+            grown = [row for row in rows if row["part"] == "grow"]
+            if "error" not in (grown or [{}])[-1]:
+                continue  # the memory has not ended
+            fitting = [row for row in grown if "error" not in row]
+            best = max(fitting, key=lambda row: row["micro_batch"], default={})
             size, peak = best.get("micro_batch"), best.get("peak_mb")
             save([dict(part="largest", loss=loss, vocabulary=vocabulary, largest_micro_batch=size, peak_mb=peak)])
+    plot()
 
 
 def save(rows: list[dict]) -> None:
@@ -133,15 +132,16 @@ def plot() -> None:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=["head", "train", "largest"], help="head, train, largest")
+    parser.add_argument("parts", nargs="*", default=["head", "train"], help="head, train")
     parser.add_argument("--corpus", type=Path, help="written by tokenise.py")
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[131072, 262144])
     parser.add_argument("--micro-batch", type=int, default=4)
+    parser.add_argument("--grow", type=int, nargs="*", default=GROW, help="micro-batches that are tried after training")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--timeout", type=int, default=240, help="seconds for one measurement")
     arguments = parser.parse_args()
-    parts = {"head": head, "train": train, "largest": largest}
+    parts = {"head": head, "train": train}
     unknown = set(arguments.parts) - set(parts)
     if unknown:
         parser.error(f"unknown part {', '.join(sorted(unknown))}; expected some of {', '.join(parts)}")

@@ -10,8 +10,8 @@ Transformer Engine, and without it stores the scores. Both losses see the same i
 `--loss megatron` is Megatron's fastest, `cross_entropy_loss_fusion` with the native implementation. vpcce adds dC to
 main_grad; Megatron could do so only with Apex.
 
-The row: losses of all steps, median step_ms after the first ten, peak_mb of the allocator, logits_mb of one copy of
-the logits on a rank. Out of memory is a row with an `error`.
+A row: losses of all steps, median step_ms after the first ten, peak_mb of the allocator, logits_mb of one copy of
+the logits on a rank. `--grow` goes on with larger and larger micro-batches; where memory ends, a row has an `error`.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import statistics
 import sys
 import sysconfig
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -144,16 +145,17 @@ def train(arguments, record) -> None:
         model_parallel_cuda_manual_seed(1234)
     ddp, optimizer = wrap(make_model(arguments, tp), arguments)
     tokens = tokens_of(arguments)
-    for size in arguments.micro_batch:
-        steps(arguments, ddp, optimizer, tokens, size, record)
+    steps(arguments, ddp, optimizer, tokens, arguments.micro_batch, arguments.steps, record)
+    for size in arguments.grow:
+        steps(arguments, ddp, optimizer, tokens, size, 3, partial(record, part="grow"))
 
 
-def steps(arguments, ddp, optimizer, tokens, size: int, record) -> None:
-    """Trains with micro-batches of `size` sequences and records one row; out of memory, the row says so."""
+def steps(arguments, ddp, optimizer, tokens, size: int, n_steps: int, record) -> None:
+    """Trains with micro-batches of `size` sequences and records one row."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     length, tp = arguments.sequence, dist.get_world_size()
-    starts = np.random.default_rng(0).integers(0, len(tokens) - length - 1, (arguments.steps, size))
+    starts = np.random.default_rng(0).integers(0, len(tokens) - length - 1, (n_steps, size))
     positions = torch.arange(length, device=device()).expand(size, length)
 
     def forward(batch, model):
@@ -169,7 +171,7 @@ def steps(arguments, ddp, optimizer, tokens, size: int, record) -> None:
             torch.cuda.synchronize()
 
     losses, seconds = [], []
-    for step in range(arguments.steps):
+    for step in range(n_steps):
         if step == 2 and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         rate = arguments.learning_rate * min(1.0, (step + 1) / 20)
@@ -208,7 +210,8 @@ def main():
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--width", type=int, default=WIDTH)
     parser.add_argument("--sequence", type=int, default=SEQUENCE)
-    parser.add_argument("--micro-batch", type=int, nargs="+", default=[4], help="one row each, in this order")
+    parser.add_argument("--micro-batch", type=int, default=4)
+    parser.add_argument("--grow", type=int, nargs="*", default=[], help="then micro-batches of three steps, a row each")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     arguments = parser.parse_args()
@@ -232,7 +235,7 @@ def main():
     try:
         train(arguments, lambda **values: record(**values) if dist.get_rank() == 0 else None)
     except torch.OutOfMemoryError as error:
-        record(error=f"OutOfMemoryError on rank {dist.get_rank()}: {error}"[:200])
+        record(part="grow", error=f"OutOfMemoryError on rank {dist.get_rank()}: {error}"[:200])
         os._exit(3)  # the other rank waits in a collective; torchrun ends it
     dist.destroy_process_group()
 
