@@ -3,8 +3,8 @@
     python launch/bench/options.py             about 4 minutes on an H200, most of it compilation
 
 At the first shape of head.py, exact and sampled. Rows go into launch/bench/results/h200-options.json: forward_ms and
-total_ms of the option, and their ratios to the plain loss, which is timed again right before each option. The exit code
-is 1 where an option fails or costs more than `limit` allows.
+total_ms of the option, and their ratios to the plain loss, which takes turns with each option. The exit code is 1 where
+an option fails or costs more than `limit` allows.
 
 What the sampled gradient costs depends on how sparse the softmax is, so no option may change the logits: a scale of 2
 meets hidden / 2, which is exact, and a softcap of 1000 moves a logit of 10 by 3e-4. One of 30, half of which some tiles
@@ -79,12 +79,23 @@ def options(hidden: Tensor, v: int, device: str) -> dict[str, tuple[Callable[...
 
 
 def compare(option, plain, tensors: tuple[Tensor, Tensor, Tensor], own: Tensor, budget_s: float) -> dict[str, object]:
-    """Measurements of `option` on its own hidden and their ratios to those of `plain`, one right after the other."""
+    """Times of `option` on its own hidden and their ratios to those of `plain`; all take turns."""
     hidden, weight, target = tensors
-    base = measure.measure(partial(plain, *tensors), hidden, weight, budget_s=budget_s)
-    row = measure.measure(partial(option, own, weight, target), own, weight, budget_s=budget_s)
-    ratios = {f"{stage}_ratio": row[f"{stage}_ms"] / base[f"{stage}_ms"] for stage in ("forward", "total")}
-    return row | ratios
+
+    def step(loss_of, leaf):
+        leaf.grad = weight.grad = None
+        loss_of().backward()
+
+    losses = partial(plain, *tensors), partial(option, own, weight, target)
+    steps = partial(step, losses[0], hidden), partial(step, losses[1], own)
+    for warm_up in (*steps, *steps):
+        warm_up()
+    hidden.grad = own.grad = weight.grad = None
+    row: dict[str, object] = dict(peak_mb=measure.peak_mb(steps[1]))
+    plain_forward, forward, plain_total, total = measure.median_ms((*losses, *steps), 4 * budget_s)
+    hidden.grad = own.grad = weight.grad = None
+    row |= dict(forward_ms=forward, total_ms=total)
+    return row | dict(forward_ratio=forward / plain_forward, total_ratio=total / plain_total)
 
 
 def exceeding(rows: list[dict]) -> list[str]:
@@ -147,7 +158,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--shape", nargs=3, type=int, default=(8192, 256000, 2304), metavar=("N", "V", "D"))
     parser.add_argument("--options", nargs="*", default=[], help="parts of option names; default: all")
     parser.add_argument("--policies", nargs="*", choices=POLICIES, default=list(POLICIES))
-    parser.add_argument("--budget", type=float, default=0.15, help="seconds per timing")
+    parser.add_argument("--budget", type=float, default=0.25, help="seconds per timing")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args(argv)
     command = " ".join(["python", "launch/bench/options.py", *argv])
