@@ -57,7 +57,7 @@ def logit_gradient(
         target = (tl.load(target_ptr + rows, mask=counts, other=-1) - first_column).to(tl.int32)
         target_grad = tl.load(target_grad_ptr + rows, mask=counts, other=0.0) * factor
         z = in_registers(scaled_of(product, bias, scale))
-        g = capped_gradient(z, softcap, lse, softmax, target, target_grad, column, BLOCK_N)
+        g = capped_gradient(z, softcap, lse, softmax, target - column, target_grad, counts, BLOCK_N)
     else:
         x = logits_of(product, bias, scale, softcap, HAS_SOFTCAP)
         p = tl.exp2(x * LOG2E - lse[:, None])
@@ -86,6 +86,6 @@ def logit_gradient(
         if HAS_SOFTCAP:
             ratio = x * (1.0 / softcap)
             g *= 1.0 - ratio * ratio
-    if row + BLOCK_M > n_counting:
-        g = tl.where(counts[:, None], g, 0.0)
+        if row + BLOCK_M > n_counting:
+            g = tl.where(counts[:, None], g, 0.0)
     return g

@@ -27,7 +27,11 @@ if triton.knobs.runtime.interpret:  # it has none; functions without branches do
 SMALL: tl.constexpr = tl.constexpr(0.5)
 MEDIUM: tl.constexpr = tl.constexpr(1.25)
 WINDOW: tl.constexpr = tl.constexpr(55.0)  # 2^(2 * 55) times a tile's 256 columns is finite
+SPECIAL: tl.constexpr = tl.constexpr(1)
+NOT_SMALL: tl.constexpr = tl.constexpr(2)
+NOT_MEDIUM: tl.constexpr = tl.constexpr(4)
 LEAST_SOFTCAP: tl.constexpr = tl.constexpr(1e-4)  # whose inverse has a finite seventh power
+MOST_SOFTCAP: tl.constexpr = tl.constexpr(256.0)  # its 13th power and its inverse's are normal numbers
 
 
 @triton.jit
@@ -49,6 +53,12 @@ def small_limit(softcap):
 
 
 @triton.jit
+def medium_limit(softcap):
+    """The largest |z| of a tile for which `medium_ratio` serves."""
+    return tl.where((softcap < 1.0 / MOST_SOFTCAP) | (softcap > MOST_SOFTCAP), -1.0, MEDIUM * softcap)
+
+
+@triton.jit
 def small_ratio(z, a, factor):
     """factor * tanh(u) / u with u^2 = a * z^2; relative error 6e-7 up to |u| = SMALL."""
     square = z * z
@@ -58,14 +68,16 @@ def small_ratio(z, a, factor):
 
 
 @triton.jit
-def medium_ratio(u, factor):
-    """factor * tanh(u) / u, relative error 7e-7 up to |u| = MEDIUM."""
-    square = u * u
-    r = (0.0005844939150847495 * factor) * square - 0.004626904614269733 * factor
-    r = r * square + 0.01822912134230137 * factor
-    r = r * square - 0.052205439656972885 * factor
-    r = r * square + 0.1329064816236496 * factor
-    r = r * square - 0.3332934081554413 * factor
+def medium_ratio(z, a, factor):
+    """The same up to |u| = MEDIUM; relative error 7e-7."""
+    square = z * z
+    b = a * a
+    c = b * a
+    r = (0.0005844939150847495 * factor * c * c) * square - 0.004626904614269733 * factor * b * c
+    r = r * square + 0.01822912134230137 * factor * b * b
+    r = r * square - 0.052205439656972885 * factor * c
+    r = r * square + 0.1329064816236496 * factor * b
+    r = r * square - 0.3332934081554413 * factor * a
     return r * square + 0.9999994039535522 * factor
 
 
@@ -87,9 +99,8 @@ def _small_exponential(z, a, shift):
 
 
 @triton.jit
-def _medium_exponential(z, inverse, to_base_2, shift):
-    u = z * inverse
-    return tl.exp2(medium_ratio(u, to_base_2) * u - shift)
+def _medium_exponential(z, a, shift):
+    return tl.exp2(medium_ratio(z, a, LOG2E) * z - shift)
 
 
 @triton.jit
@@ -126,13 +137,11 @@ def capped_update(
     """
     inverse, to_base_2 = 1.0 / softcap, softcap * LOG2E
     largest = largest_of(z)
-    if largest <= tl.minimum(small_limit(softcap), WINDOW / LOG2E):
+    if tl.minimum(largest, softcap) <= WINDOW / LOG2E:
         m_new = tl.maximum(m, 0.0)
         shift = m_new
         if MARK:
             shift = mark_shift(mark_bound(lower_bound, m, s), -WINDOW, 2 * WINDOW)
-        e = map_elementwise(_small_exponential, z, inverse * inverse, shift[:, None])
-        s_tile, words = _sums(e, inside, threshold, EVEN, MARK, BLOCK_M, BLOCK_N)
     else:
         top = tl.max(z if EVEN else tl.where(inside[None, :], z, -float("inf")), 1)
         peak = tanh(top * inverse) * to_base_2  # tanh is monotonous
@@ -140,36 +149,36 @@ def capped_update(
         shift = m_new
         if MARK:  # m_new may be a 0 that no logit reaches; one was above -WINDOW then
             shift = mark_shift(tl.maximum(mark_bound(lower_bound, m, s), peak), m_new - 60.0, m_new + 60.0)
-        if largest <= MEDIUM * softcap:
-            e = map_elementwise(_medium_exponential, z, inverse, to_base_2, shift[:, None])
-            s_tile, words = _sums(e, inside, threshold, EVEN, MARK, BLOCK_M, BLOCK_N)
-        else:
-            e = map_elementwise(_any_exponential, z, inverse, to_base_2, shift[:, None])
-            s_tile, words = _sums(e, inside, threshold, EVEN, MARK, BLOCK_M, BLOCK_N)
+    if largest <= small_limit(softcap):
+        e = map_elementwise(_small_exponential, z, inverse * inverse, shift[:, None])
+        s_tile, words = _sums(e, inside, threshold, EVEN, MARK, BLOCK_M, BLOCK_N)
+    elif largest <= medium_limit(softcap):
+        e = map_elementwise(_medium_exponential, z, inverse * inverse, shift[:, None])
+        s_tile, words = _sums(e, inside, threshold, EVEN, MARK, BLOCK_M, BLOCK_N)
+    else:
+        e = map_elementwise(_any_exponential, z, inverse, to_base_2, shift[:, None])
+        s_tile, words = _sums(e, inside, threshold, EVEN, MARK, BLOCK_M, BLOCK_N)
     return m_new, s * tl.exp2(m - m_new) + s_tile * tl.exp2(shift - m_new), words
 
 
 @triton.jit
-def _small_gradient(z, softcap, inverse, lse, softmax):
-    t = small_ratio(z, inverse * inverse, inverse) * z
-    return tl.exp2(t * (softcap * LOG2E) - lse) * softmax * (1.0 - t * t)
+def _gradient(t, to_base_2, shift):
+    return tl.exp2(t * to_base_2 - shift) * (1.0 - t * t)
 
 
 @triton.jit
-def _gradient(t, softcap, lse, softmax, target, target_grad, column):
-    g = tl.exp2(t * (softcap * LOG2E) - lse) * softmax
-    return tl.where(target == column, g + target_grad, g) * (1.0 - t * t)
+def _small_gradient(z, a, inverse, to_base_2, shift):
+    return _gradient(small_ratio(z, a, inverse) * z, to_base_2, shift)
 
 
 @triton.jit
-def _medium_gradient(z, softcap, inverse, lse, softmax, target, target_grad, column):
-    u = z * inverse
-    return _gradient(medium_ratio(u, 1.0) * u, softcap, lse, softmax, target, target_grad, column)
+def _medium_gradient(z, a, inverse, to_base_2, shift):
+    return _gradient(medium_ratio(z, a, inverse) * z, to_base_2, shift)
 
 
 @triton.jit
-def _any_gradient(z, softcap, inverse, lse, softmax, target, target_grad, column):
-    return _gradient(tanh(z * inverse), softcap, lse, softmax, target, target_grad, column)
+def _any_gradient(z, inverse, to_base_2, shift):
+    return _gradient(tanh(z * inverse), to_base_2, shift)
 
 
 @triton.jit
@@ -178,21 +187,37 @@ def capped_gradient(
     softcap,
     lse,  # [rows] base 2
     softmax,  # [rows]
-    target,  # [rows]
+    target,  # [rows] columns of the tile, or outside of it
     target_grad,  # [rows]
-    tile_column,
+    counts,  # [rows]; elsewhere softmax is 0 and z anything
     BLOCK_N: tl.constexpr,
 ):
-    """(p * softmax + onehot * target_grad) * (1 - tanh(z / softcap)^2) of a tile."""
-    has_target = (target >= tile_column) & (target < tile_column + BLOCK_N)  # one tile in eight at 256,000 columns
-    largest = largest_of(z)
-    inverse = 1.0 / softcap
-    lse, softmax, target, target_grad = lse[:, None], softmax[:, None], target[:, None], target_grad[:, None]
-    column = (tile_column + tl.arange(0, BLOCK_N))[None, :]
-    if (largest <= small_limit(softcap)) & (tl.max(has_target.to(tl.int32), 0) == 0):
-        g = map_elementwise(_small_gradient, z, softcap, inverse, lse, softmax)
-    elif largest <= MEDIUM * softcap:
-        g = map_elementwise(_medium_gradient, z, softcap, inverse, lse, softmax, target, target_grad, column)
+    """(p * softmax + onehot * target_grad) * (1 - tanh(z / softcap)^2) of a tile, 0 in rows that do not count.
+
+    |softmax| is a summand of the exponent, which may cost digits that a target's p - 1 needs: the targets' elements are
+    computed apart, once per token. The few tiles that have one (one in eight at 256,000 columns) share a pass with
+    those that have a negative softmax, or rows that do not count.
+    """
+    inverse, to_base_2 = 1.0 / softcap, softcap * LOG2E
+    largest = tl.max(tl.abs(z), 1)
+    special = (target >= 0) & (target < BLOCK_N) | (softmax < 0.0) | ~counts
+    flags = tl.where(special, SPECIAL, 0)
+    flags += tl.where(largest <= small_limit(softcap), 0, NOT_SMALL)
+    flags += tl.where(largest <= medium_limit(softcap), 0, NOT_MEDIUM)
+    flags = tl.reduce_or(flags, 0)
+    at_target = tl.zeros_like(lse)
+    if (flags & SPECIAL) > 0:
+        t = tanh(tl.sum(tl.where(target[:, None] == tl.arange(0, BLOCK_N)[None, :], z, 0.0), 1) * inverse)
+        at_target = (tl.exp2(t * to_base_2 - lse) * softmax + target_grad) * (1.0 - t * t)
+    shift = (lse - tl.log2(tl.abs(softmax)))[:, None]
+    if (flags & NOT_SMALL) == 0:
+        g = map_elementwise(_small_gradient, z, inverse * inverse, inverse, to_base_2, shift)
+    elif (flags & NOT_MEDIUM) == 0:
+        g = map_elementwise(_medium_gradient, z, inverse * inverse, inverse, to_base_2, shift)
     else:
-        g = map_elementwise(_any_gradient, z, softcap, inverse, lse, softmax, target, target_grad, column)
+        g = map_elementwise(_any_gradient, z, inverse, to_base_2, shift)
+    if (flags & SPECIAL) > 0:
+        g = tl.where(softmax < 0.0, -1.0, 1.0)[:, None] * g
+        g = tl.where(target[:, None] == tl.arange(0, BLOCK_N)[None, :], at_target[:, None], g)
+        g = tl.where(counts[:, None], g, 0.0)
     return g
