@@ -57,7 +57,7 @@ def logit_gradient(
         target = (tl.load(target_ptr + rows, mask=counts, other=-1) - first_column).to(tl.int32)
         target_grad = tl.load(target_grad_ptr + rows, mask=counts, other=0.0) * factor
         z = in_registers(scaled_of(product, bias, scale))
-        g = capped_gradient(z, softcap, lse, softmax, target - column, target_grad, counts, BLOCK_N)
+        g = capped_gradient(z, softcap, lse, softmax, target - column, target_grad, counts, BLOCK_M, BLOCK_N)
     else:
         x = logits_of(product, bias, scale, softcap, HAS_SOFTCAP)
         p = tl.exp2(x * LOG2E - lse[:, None])

@@ -30,6 +30,7 @@ WINDOW: tl.constexpr = tl.constexpr(55.0)  # 2^(2 * 55) times a tile's 256 colum
 SPECIAL: tl.constexpr = tl.constexpr(1)
 NOT_SMALL: tl.constexpr = tl.constexpr(2)
 NOT_MEDIUM: tl.constexpr = tl.constexpr(4)
+WIDE: tl.constexpr = tl.constexpr(8)
 LEAST_SOFTCAP: tl.constexpr = tl.constexpr(1e-4)  # whose inverse has a finite seventh power
 MOST_SOFTCAP: tl.constexpr = tl.constexpr(256.0)  # its 13th power and its inverse's are normal numbers
 
@@ -42,8 +43,19 @@ def in_registers(product):
 
 
 @triton.jit
-def largest_of(z):
-    return tl.max(tl.max(tl.abs(z), 1), 0)
+def _exceeded(z, small, medium, wide, special, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[] int32: which limits the tile's largest |z| exceeds, and SPECIAL where a row is; `wide`, `special` may be None.
+
+    Each thread compares what it holds of a tile in the tensor cores' layout: flags, unlike maxima, meet in one
+    instruction per warp.
+    """
+    largest = tl.max(tl.max(tl.abs(z).reshape([BLOCK_M, BLOCK_N // 8, 4, 2]), 3), 1)
+    flags = tl.where(largest <= small, 0, NOT_SMALL) | tl.where(largest <= medium, 0, NOT_MEDIUM)
+    if wide is not None:
+        flags |= tl.where(tl.minimum(largest, wide) <= WINDOW / LOG2E, 0, WIDE)
+    if special is not None:
+        flags |= tl.where(special, SPECIAL, 0)[:, None]
+    return tl.reduce_or(flags.reshape([BLOCK_M * 4]), 0)
 
 
 @triton.jit
@@ -136,8 +148,8 @@ def capped_update(
     Sums and marks are inside the branches: the exponentials would live beside z behind them, in twice the registers.
     """
     inverse, to_base_2 = 1.0 / softcap, softcap * LOG2E
-    largest = largest_of(z)
-    if tl.minimum(largest, softcap) <= WINDOW / LOG2E:
+    flags = _exceeded(z, small_limit(softcap), medium_limit(softcap), softcap, None, BLOCK_M, BLOCK_N)
+    if (flags & WIDE) == 0:
         m_new = tl.maximum(m, 0.0)
         shift = m_new
         if MARK:
@@ -149,10 +161,10 @@ def capped_update(
         shift = m_new
         if MARK:  # m_new may be a 0 that no logit reaches; one was above -WINDOW then
             shift = mark_shift(tl.maximum(mark_bound(lower_bound, m, s), peak), m_new - 60.0, m_new + 60.0)
-    if largest <= small_limit(softcap):
+    if (flags & NOT_SMALL) == 0:
         e = map_elementwise(_small_exponential, z, inverse * inverse, shift[:, None])
         s_tile, words = _sums(e, inside, threshold, EVEN, MARK, BLOCK_M, BLOCK_N)
-    elif largest <= medium_limit(softcap):
+    elif (flags & NOT_MEDIUM) == 0:
         e = map_elementwise(_medium_exponential, z, inverse * inverse, shift[:, None])
         s_tile, words = _sums(e, inside, threshold, EVEN, MARK, BLOCK_M, BLOCK_N)
     else:
@@ -190,6 +202,7 @@ def capped_gradient(
     target,  # [rows] columns of the tile, or outside of it
     target_grad,  # [rows]
     counts,  # [rows]; elsewhere softmax is 0 and z anything
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """(p * softmax + onehot * target_grad) * (1 - tanh(z / softcap)^2) of a tile, 0 in rows that do not count.
@@ -199,17 +212,13 @@ def capped_gradient(
     those that have a negative softmax, or rows that do not count.
     """
     inverse, to_base_2 = 1.0 / softcap, softcap * LOG2E
-    largest = tl.max(tl.abs(z), 1)
+    shift = (lse - tl.log2(tl.abs(softmax)))[:, None]
     special = (target >= 0) & (target < BLOCK_N) | (softmax < 0.0) | ~counts
-    flags = tl.where(special, SPECIAL, 0)
-    flags += tl.where(largest <= small_limit(softcap), 0, NOT_SMALL)
-    flags += tl.where(largest <= medium_limit(softcap), 0, NOT_MEDIUM)
-    flags = tl.reduce_or(flags, 0)
+    flags = _exceeded(z, small_limit(softcap), medium_limit(softcap), None, special, BLOCK_M, BLOCK_N)
     at_target = tl.zeros_like(lse)
     if (flags & SPECIAL) > 0:
         t = tanh(tl.sum(tl.where(target[:, None] == tl.arange(0, BLOCK_N)[None, :], z, 0.0), 1) * inverse)
         at_target = (tl.exp2(t * to_base_2 - lse) * softmax + target_grad) * (1.0 - t * t)
-    shift = (lse - tl.log2(tl.abs(softmax)))[:, None]
     if (flags & NOT_SMALL) == 0:
         g = map_elementwise(_small_gradient, z, inverse * inverse, inverse, to_base_2, shift)
     elif (flags & NOT_MEDIUM) == 0:
