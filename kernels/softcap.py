@@ -1,14 +1,14 @@
 """softcap * tanh(z / softcap), and what the two large kernels do with it, at little cost beside the matrix product.
 
 An exponential and a reciprocal per logit would take as long as a tenth of the product. With u = z / softcap,
-tanh(u) / u is a polynomial in u^2: of degree 3 where no |u| of a tile exceeds 0.5, of degree 6 up to 1.25; beyond, a
-tile takes the exponential. The polynomials' arithmetic and the softmax' exponential keep different units busy, if they
-alternate: `tl.map_elementwise` has the compiler emit them element by element, where it would finish one operation for
-the whole tile before the next. Factors go into the coefficients.
+tanh(u) / u is a polynomial in u^2: of degree 2 where no |u| of a tile exceeds 0.26, of degree 3 up to 0.5, of degree 6
+up to 1.25; beyond, a tile takes the exponential. Factors, and the powers of the softcap, go into the coefficients. The
+polynomials' arithmetic and the softmax' exponential keep different units busy, if they alternate: `tl.map_elementwise`
+has the compiler emit them element by element, where it would finish one operation for the whole tile before the next.
 
 Which formula serves a tile takes its largest |z|, whoever's token it is: a token's last bits depend on its row block's
-others. Where the largest is at most WINDOW in base 2, exponentials relative to 0 neither overflow nor vanish, and the
-tile's maxima per token need not be known.
+others. Where no capped logit of a tile can exceed WINDOW in base 2, as with any softcap below 38, exponentials relative
+to 0 neither overflow nor vanish, and the tile's maxima per token need not be known.
 """
 
 import triton
@@ -24,15 +24,20 @@ if triton.knobs.runtime.interpret:  # it has none; functions without branches do
         return function(*args)
 
 
+TINY: tl.constexpr = tl.constexpr(0.26)
 SMALL: tl.constexpr = tl.constexpr(0.5)
 MEDIUM: tl.constexpr = tl.constexpr(1.25)
 WINDOW: tl.constexpr = tl.constexpr(55.0)  # 2^(2 * 55) times a tile's 256 columns is finite
-SPECIAL: tl.constexpr = tl.constexpr(1)
-NOT_SMALL: tl.constexpr = tl.constexpr(2)
-NOT_MEDIUM: tl.constexpr = tl.constexpr(4)
-WIDE: tl.constexpr = tl.constexpr(8)
 LEAST_SOFTCAP: tl.constexpr = tl.constexpr(1e-4)  # whose inverse has a finite seventh power
 MOST_SOFTCAP: tl.constexpr = tl.constexpr(256.0)  # its 13th power and its inverse's are normal numbers
+
+# Flags of a tile
+NOT_TINY: tl.constexpr = tl.constexpr(1)
+NOT_SMALL: tl.constexpr = tl.constexpr(2)
+NOT_MEDIUM: tl.constexpr = tl.constexpr(4)
+WIDE: tl.constexpr = tl.constexpr(8)  # a capped logit may exceed WINDOW
+SPECIAL: tl.constexpr = tl.constexpr(16)  # has a target, a negative softmax, or a row that does not count
+ALWAYS: tl.constexpr = tl.constexpr(32)  # as the compiler does not know
 
 
 @triton.jit
@@ -43,36 +48,39 @@ def in_registers(product):
 
 
 @triton.jit
-def _exceeded(z, small, medium, wide, special, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[] int32: which limits the tile's largest |z| exceeds, and SPECIAL where a row is; `wide`, `special` may be None.
+def _largest(z, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[BLOCK_M, 4] largest |z|, each of what one thread holds of a row in the tensor cores' layout."""
+    return tl.max(tl.max(tl.abs(z).reshape([BLOCK_M, BLOCK_N // 8, 4, 2]), 3), 1)
 
-    Each thread compares what it holds of a tile in the tensor cores' layout: flags, unlike maxima, meet in one
-    instruction per warp.
-    """
-    largest = tl.max(tl.max(tl.abs(z).reshape([BLOCK_M, BLOCK_N // 8, 4, 2]), 3), 1)
-    flags = tl.where(largest <= small, 0, NOT_SMALL) | tl.where(largest <= medium, 0, NOT_MEDIUM)
-    if wide is not None:
-        flags |= tl.where(tl.minimum(largest, wide) <= WINDOW / LOG2E, 0, WIDE)
-    if special is not None:
-        flags |= tl.where(special, SPECIAL, 0)[:, None]
+
+@triton.jit
+def _range(largest, softcap):
+    """Flags: which polynomials do not serve. The powers of the softcap in their coefficients must be finite, and
+    the medium one's normal numbers."""
+    cap = tl.where(softcap < LEAST_SOFTCAP, -1.0, softcap)
+    medium_cap = tl.where((softcap < 1.0 / MOST_SOFTCAP) | (softcap > MOST_SOFTCAP), -1.0, softcap)
+    flags = tl.where(largest <= TINY * cap, 0, NOT_TINY)
+    flags |= tl.where(largest <= SMALL * cap, 0, NOT_SMALL)
+    return flags | tl.where(largest <= MEDIUM * medium_cap, 0, NOT_MEDIUM)
+
+
+@triton.jit
+def _of_tile(flags, BLOCK_M: tl.constexpr):
+    """[] the union of [BLOCK_M, 4] flags. Bits, unlike maxima, meet in one instruction per warp."""
     return tl.reduce_or(flags.reshape([BLOCK_M * 4]), 0)
 
 
 @triton.jit
-def small_limit(softcap):
-    """The largest |z| of a tile for which `small_ratio` serves."""
-    return tl.where(softcap < LEAST_SOFTCAP, -1.0, SMALL * softcap)
-
-
-@triton.jit
-def medium_limit(softcap):
-    """The largest |z| of a tile for which `medium_ratio` serves."""
-    return tl.where((softcap < 1.0 / MOST_SOFTCAP) | (softcap > MOST_SOFTCAP), -1.0, MEDIUM * softcap)
+def tiny_ratio(z, a, factor):
+    """factor * tanh(u) / u with u^2 = a * z^2; relative error 6e-7 up to |u| = TINY."""
+    square = z * z
+    r = (0.12802710566975598 * factor * a * a) * square - 0.33320007666927764 * factor * a
+    return r * square + 0.9999995009792644 * factor
 
 
 @triton.jit
 def small_ratio(z, a, factor):
-    """factor * tanh(u) / u with u^2 = a * z^2; relative error 6e-7 up to |u| = SMALL."""
+    """The same up to |u| = SMALL; relative error 7e-7."""
     square = z * z
     r = (-0.04440222680568695 * factor * a * a * a) * square + 0.13190296292304993 * factor * a * a
     r = r * square - 0.33326318860054016 * factor * a
@@ -81,7 +89,7 @@ def small_ratio(z, a, factor):
 
 @triton.jit
 def medium_ratio(z, a, factor):
-    """The same up to |u| = MEDIUM; relative error 7e-7."""
+    """The same up to |u| = MEDIUM; relative error 9e-7."""
     square = z * z
     b = a * a
     c = b * a
@@ -103,6 +111,11 @@ def tanh(u):
 @triton.jit
 def soft_capped(z, softcap):
     return tanh(z * (1.0 / softcap)) * softcap
+
+
+@triton.jit
+def _tiny_exponential(z, a, shift):
+    return tl.exp2(tiny_ratio(z, a, LOG2E) * z - shift)
 
 
 @triton.jit
@@ -146,9 +159,12 @@ def capped_update(
     """(m, s) with the tile's columns, and their marks or zeros.
 
     Sums and marks are inside the branches: the exponentials would live beside z behind them, in twice the registers.
+    The compiler moves what the last two branches have in common behind them, hence a last one that no tile takes.
     """
     inverse, to_base_2 = 1.0 / softcap, softcap * LOG2E
-    flags = _exceeded(z, small_limit(softcap), medium_limit(softcap), softcap, None, BLOCK_M, BLOCK_N)
+    largest = _largest(z, BLOCK_M, BLOCK_N)
+    flags = _range(largest, softcap) | tl.where(tl.minimum(largest, softcap) <= WINDOW / LOG2E, 0, WIDE)
+    flags = _of_tile(flags | ALWAYS, BLOCK_M)
     if (flags & WIDE) == 0:
         m_new = tl.maximum(m, 0.0)
         shift = m_new
@@ -161,21 +177,31 @@ def capped_update(
         shift = m_new
         if MARK:  # m_new may be a 0 that no logit reaches; one was above -WINDOW then
             shift = mark_shift(tl.maximum(mark_bound(lower_bound, m, s), peak), m_new - 60.0, m_new + 60.0)
-    if (flags & NOT_SMALL) == 0:
+    if (flags & NOT_TINY) == 0:
+        e = map_elementwise(_tiny_exponential, z, inverse * inverse, shift[:, None])
+        s_tile, words = _sums(e, inside, threshold, EVEN, MARK, BLOCK_M, BLOCK_N)
+    elif (flags & NOT_SMALL) == 0:
         e = map_elementwise(_small_exponential, z, inverse * inverse, shift[:, None])
         s_tile, words = _sums(e, inside, threshold, EVEN, MARK, BLOCK_M, BLOCK_N)
     elif (flags & NOT_MEDIUM) == 0:
         e = map_elementwise(_medium_exponential, z, inverse * inverse, shift[:, None])
         s_tile, words = _sums(e, inside, threshold, EVEN, MARK, BLOCK_M, BLOCK_N)
-    else:
+    elif (flags & ALWAYS) > 0:
         e = map_elementwise(_any_exponential, z, inverse, to_base_2, shift[:, None])
         s_tile, words = _sums(e, inside, threshold, EVEN, MARK, BLOCK_M, BLOCK_N)
+    else:
+        s_tile, words = tl.zeros_like(s), tl.zeros((8, 8), tl.int32)
     return m_new, s * tl.exp2(m - m_new) + s_tile * tl.exp2(shift - m_new), words
 
 
 @triton.jit
 def _gradient(t, to_base_2, shift):
     return tl.exp2(t * to_base_2 - shift) * (1.0 - t * t)
+
+
+@triton.jit
+def _tiny_gradient(z, a, inverse, to_base_2, shift):
+    return _gradient(tiny_ratio(z, a, inverse) * z, to_base_2, shift)
 
 
 @triton.jit
@@ -214,12 +240,15 @@ def capped_gradient(
     inverse, to_base_2 = 1.0 / softcap, softcap * LOG2E
     shift = (lse - tl.log2(tl.abs(softmax)))[:, None]
     special = (target >= 0) & (target < BLOCK_N) | (softmax < 0.0) | ~counts
-    flags = _exceeded(z, small_limit(softcap), medium_limit(softcap), None, special, BLOCK_M, BLOCK_N)
+    flags = _range(_largest(z, BLOCK_M, BLOCK_N), softcap) | tl.where(special, SPECIAL, 0)[:, None]
+    flags = _of_tile(flags, BLOCK_M)
     at_target = tl.zeros_like(lse)
     if (flags & SPECIAL) > 0:
         t = tanh(tl.sum(tl.where(target[:, None] == tl.arange(0, BLOCK_N)[None, :], z, 0.0), 1) * inverse)
         at_target = (tl.exp2(t * to_base_2 - lse) * softmax + target_grad) * (1.0 - t * t)
-    if (flags & NOT_SMALL) == 0:
+    if (flags & NOT_TINY) == 0:
+        g = map_elementwise(_tiny_gradient, z, inverse * inverse, inverse, to_base_2, shift)
+    elif (flags & NOT_SMALL) == 0:
         g = map_elementwise(_small_gradient, z, inverse * inverse, inverse, to_base_2, shift)
     elif (flags & NOT_MEDIUM) == 0:
         g = map_elementwise(_medium_gradient, z, inverse * inverse, inverse, to_base_2, shift)
