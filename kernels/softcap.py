@@ -2,9 +2,11 @@
 
 An exponential and a reciprocal per logit would take as long as a tenth of the product. With u = z / softcap,
 tanh(u) / u is a polynomial in u^2: of degree 2 where no |u| of a tile exceeds 0.26, of degree 3 up to 0.5, of degree 6
-up to 1.25; beyond, a tile takes the exponential. Factors, and the powers of the softcap, go into the coefficients. The
-polynomials' arithmetic and the softmax' exponential keep different units busy, if they alternate: `tl.map_elementwise`
-has the compiler emit them element by element, where it would finish one operation for the whole tile before the next.
+up to 1.25; beyond, a tile takes the exponential. Factors, and the powers of the softcap, go into the coefficients. In
+the gradient everything is the exponent's where it is small: the logarithm of the slope 1 - tanh(u)^2 is a polynomial in
+u^2 too, of degree 2 and 3, and fills the even places between the odd powers of the logit's. The polynomials' arithmetic
+and the softmax' exponential keep different units busy, if they alternate: `tl.map_elementwise` has the compiler emit
+them element by element, where it would finish one operation for the whole tile before the next.
 
 Which formula serves a tile takes its largest |z|, whoever's token it is: a token's last bits depend on its row block's
 others. Where no capped logit of a tile can exceed WINDOW in base 2, as with any softcap below 38, exponentials relative
@@ -30,6 +32,14 @@ MEDIUM: tl.constexpr = tl.constexpr(1.25)
 WINDOW: tl.constexpr = tl.constexpr(55.0)  # 2^(2 * 55) times a tile's 256 columns is finite
 LEAST_SOFTCAP: tl.constexpr = tl.constexpr(1e-4)  # whose inverse has a finite seventh power
 MOST_SOFTCAP: tl.constexpr = tl.constexpr(256.0)  # its 13th power and its inverse's are normal numbers
+
+# tanh(u) = u * (c0 + c1 u^2 + ...); log(1 - tanh(u)^2) = c0 u^2 + c1 u^4 + ..., absolute errors 5.1e-7 and 4.0e-7
+TINY_TANH: tl.constexpr = tl.constexpr((0.9999995009792644, -0.33320007666927764, 0.12802710566975598))
+SMALL_TANH: tl.constexpr = tl.constexpr(
+    (0.999999463558197, -0.33326318860054016, 0.13190296292304993, -0.04440222680568695)
+)
+TINY_SLOPE: tl.constexpr = tl.constexpr((-0.99991529498916806, 0.1625806847092931))
+SMALL_SLOPE: tl.constexpr = tl.constexpr((-0.99996738960835141, 0.16585673821796733, -0.038631052538038689))
 
 # Flags of a tile
 NOT_TINY: tl.constexpr = tl.constexpr(1)
@@ -74,17 +84,17 @@ def _of_tile(flags, BLOCK_M: tl.constexpr):
 def tiny_ratio(z, a, factor):
     """factor * tanh(u) / u with u^2 = a * z^2; relative error 6e-7 up to |u| = TINY."""
     square = z * z
-    r = (0.12802710566975598 * factor * a * a) * square - 0.33320007666927764 * factor * a
-    return r * square + 0.9999995009792644 * factor
+    r = (TINY_TANH[2] * factor * a * a) * square + TINY_TANH[1] * factor * a
+    return r * square + TINY_TANH[0] * factor
 
 
 @triton.jit
 def small_ratio(z, a, factor):
     """The same up to |u| = SMALL; relative error 7e-7."""
     square = z * z
-    r = (-0.04440222680568695 * factor * a * a * a) * square + 0.13190296292304993 * factor * a * a
-    r = r * square - 0.33326318860054016 * factor * a
-    return r * square + 0.999999463558197 * factor
+    r = (SMALL_TANH[3] * factor * a * a * a) * square + SMALL_TANH[2] * factor * a * a
+    r = r * square + SMALL_TANH[1] * factor * a
+    return r * square + SMALL_TANH[0] * factor
 
 
 @triton.jit
@@ -200,13 +210,25 @@ def _gradient(t, to_base_2, shift):
 
 
 @triton.jit
-def _tiny_gradient(z, a, inverse, to_base_2, shift):
-    return _gradient(tiny_ratio(z, a, inverse) * z, to_base_2, shift)
+def _tiny_gradient(z, a, shift):
+    """The capped logit's odd powers and the even ones of its slope's logarithm in one polynomial."""
+    r = (TINY_TANH[2] * LOG2E * a * a) * z + TINY_SLOPE[1] * LOG2E * a * a
+    r = r * z + TINY_TANH[1] * LOG2E * a
+    r = r * z + TINY_SLOPE[0] * LOG2E * a
+    r = r * z + TINY_TANH[0] * LOG2E
+    return tl.exp2(r * z - shift)
 
 
 @triton.jit
-def _small_gradient(z, a, inverse, to_base_2, shift):
-    return _gradient(small_ratio(z, a, inverse) * z, to_base_2, shift)
+def _small_gradient(z, a, shift):
+    b = a * a
+    r = (SMALL_TANH[3] * LOG2E * a * b) * z + SMALL_SLOPE[2] * LOG2E * a * b
+    r = r * z + SMALL_TANH[2] * LOG2E * b
+    r = r * z + SMALL_SLOPE[1] * LOG2E * b
+    r = r * z + SMALL_TANH[1] * LOG2E * a
+    r = r * z + SMALL_SLOPE[0] * LOG2E * a
+    r = r * z + SMALL_TANH[0] * LOG2E
+    return tl.exp2(r * z - shift)
 
 
 @triton.jit
@@ -220,22 +242,31 @@ def _any_gradient(z, inverse, to_base_2, shift):
 
 
 @triton.jit
+def _tanh_of_range(flags, z, inverse):
+    """tanh(z / softcap) by the formula that serves the tile with these flags, in the forward too."""
+    a = inverse * inverse
+    t = tl.where((flags & NOT_TINY) == 0, tiny_ratio(z, a, inverse), small_ratio(z, a, inverse)) * z
+    t = tl.where((flags & NOT_SMALL) == 0, t, medium_ratio(z, a, inverse) * z)
+    return tl.where((flags & NOT_MEDIUM) == 0, t, tanh(z * inverse))
+
+
+@triton.jit
 def capped_gradient(
-    z,  # [rows, BLOCK_N], from `in_registers`
+    z,  # [BLOCK_M, BLOCK_N], from `in_registers`
     softcap,
-    lse,  # [rows] base 2
-    softmax,  # [rows]
-    target,  # [rows] columns of the tile, or outside of it
-    target_grad,  # [rows]
-    counts,  # [rows]; elsewhere softmax is 0 and z anything
+    lse,  # [BLOCK_M] base 2
+    softmax,  # [BLOCK_M]
+    target,  # [BLOCK_M] columns of the tile, or outside of it
+    target_grad,  # [BLOCK_M]
+    counts,  # [BLOCK_M]; elsewhere softmax is 0 and z anything
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """(p * softmax + onehot * target_grad) * (1 - tanh(z / softcap)^2) of a tile, 0 in rows that do not count.
 
-    |softmax| is a summand of the exponent, which may cost digits that a target's p - 1 needs: the targets' elements are
-    computed apart, once per token. The few tiles that have one (one in eight at 256,000 columns) share a pass with
-    those that have a negative softmax, or rows that do not count.
+    |softmax| is a summand of the exponent, which may cost digits that a target's p - 1 needs (1e-6 of p): the targets'
+    elements are computed apart, once per token. The few tiles that have one (one in eight at 256,000 columns) share a
+    pass with those that have a negative softmax, or rows that do not count.
     """
     inverse, to_base_2 = 1.0 / softcap, softcap * LOG2E
     shift = (lse - tl.log2(tl.abs(softmax)))[:, None]
@@ -244,12 +275,13 @@ def capped_gradient(
     flags = _of_tile(flags, BLOCK_M)
     at_target = tl.zeros_like(lse)
     if (flags & SPECIAL) > 0:
-        t = tanh(tl.sum(tl.where(target[:, None] == tl.arange(0, BLOCK_N)[None, :], z, 0.0), 1) * inverse)
+        z_target = tl.sum(tl.where(target[:, None] == tl.arange(0, BLOCK_N)[None, :], z, 0.0), 1)
+        t = _tanh_of_range(flags, z_target, inverse)
         at_target = (tl.exp2(t * to_base_2 - lse) * softmax + target_grad) * (1.0 - t * t)
     if (flags & NOT_TINY) == 0:
-        g = map_elementwise(_tiny_gradient, z, inverse * inverse, inverse, to_base_2, shift)
+        g = map_elementwise(_tiny_gradient, z, inverse * inverse, shift)
     elif (flags & NOT_SMALL) == 0:
-        g = map_elementwise(_small_gradient, z, inverse * inverse, inverse, to_base_2, shift)
+        g = map_elementwise(_small_gradient, z, inverse * inverse, shift)
     elif (flags & NOT_MEDIUM) == 0:
         g = map_elementwise(_medium_gradient, z, inverse * inverse, inverse, to_base_2, shift)
     else:
