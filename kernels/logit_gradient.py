@@ -57,7 +57,7 @@ def logit_gradient(
         target = (tl.load(target_ptr + rows, mask=counts, other=-1) - first_column).to(tl.int32)
         target_grad = tl.load(target_grad_ptr + rows, mask=counts, other=0.0) * factor
         z = in_registers(scaled_of(product, bias, scale))
-        g = capped_gradient(z, softcap, lse, softmax, target, target_grad, column, BLOCK_N)
+        g = capped_gradient(z, softcap, lse, softmax, target - column, target_grad, counts, BLOCK_M, BLOCK_N)
     else:
         x = logits_of(product, bias, scale, softcap, HAS_SOFTCAP)
         p = tl.exp2(x * LOG2E - lse[:, None])
@@ -66,6 +66,7 @@ def logit_gradient(
             slope = tl.load(softmax_logit_ptr + rows, mask=counts, other=0.0) * factor
             per_row = per_row + slope[:, None] * tl.where(p > 0.0, x, 0.0)
         g = p * per_row
+        ragged = row + BLOCK_M > n_counting
         for k in range(PER_TOKEN):
             target = (tl.load(target_ptr + rows * PER_TOKEN + k, mask=counts, other=-1) - first_column).to(tl.int32)
             target_grad = tl.load(target_grad_ptr + rows * PER_TOKEN + k, mask=counts, other=0.0) * factor
@@ -76,8 +77,9 @@ def logit_gradient(
                 g = tl.where(_kept_tiles(p, onehot, counts, inside, filter_eps, BLOCK_M, BLOCK_N)[None, :], g, 0.0)
             elif HAS_SOFTCAP:  # a branch would keep x beside g in registers, for the slope below
                 g = tl.where(target[:, None] == columns[None, :], g + target_grad[:, None], g)
-            elif tl.max(here.to(tl.int32), 0) > 0:  # one tile in eight at 256,000 columns
+            elif (tl.max(here.to(tl.int32), 0) > 0) | ragged:  # one tile in eight at 256,000 columns
                 g = tl.where(target[:, None] == columns[None, :], g + target_grad[:, None], g)
+                g = tl.where(counts[:, None], g, 0.0)
         if constant_ptr is not None:
             constant = (tl.load(constant_ptr + rows, mask=counts, other=0.0) * factor)[:, None]
             if column_weight_ptr is not None:
@@ -86,6 +88,6 @@ def logit_gradient(
         if HAS_SOFTCAP:
             ratio = x * (1.0 / softcap)
             g *= 1.0 - ratio * ratio
-    if row + BLOCK_M > n_counting:
-        g = tl.where(counts[:, None], g, 0.0)
+        if (FILTER or HAS_SOFTCAP) and ragged:
+            g = tl.where(counts[:, None], g, 0.0)
     return g

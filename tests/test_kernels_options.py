@@ -70,15 +70,34 @@ def test_softcap_of_confident_tokens(backward, softcap):
     torch.testing.assert_close(ours.double(), plain, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("peak", [0.49, 2.0], ids=["polynomial", "exponential"])
+PEAKS = {"degree 2": 0.25, "degree 3": 0.49, "degree 6": 1.2, "exponential": 2.0}
+
+
+@pytest.mark.parametrize("peak", PEAKS.values(), ids=PEAKS)
 def test_softcap_of_tiles_without_a_target(peak):
-    """Targets lie in the first tile of columns; every logit is below half of the softcap, or some are beyond it."""
+    """Targets lie in the first tile of columns; the largest logit decides the formula."""
     hidden, weight, _, target = truth.problem(40, 600, 16, torch.float32)
     target %= 100
     softcap = (hidden @ weight.T).abs().max().item() / peak
     leaves, wide = [hidden, weight], [t.detach().double().requires_grad_() for t in (hidden, weight)]
     ours = vpcce.linear_cross_entropy(*leaves, target, softcap=softcap, backward=vpcce.exact())
     compare(ours, truth.cross_entropy(*wide, target, softcap=softcap), leaves, wide)
+
+
+@pytest.mark.parametrize("peak", PEAKS.values(), ids=PEAKS)
+def test_softcap_with_gradients_of_both_signs(peak):
+    """Of the softmax' factor too, which is negative for some tokens of a row block and 0 for one; fp32 against fp64:
+    2e-5 of each token's and each column's gradient."""
+    hidden, weight, _, target = truth.problem(150, 300, 16, torch.float32, ignored=0.2)
+    softcap = (hidden @ weight.T).abs().max().item() / peak
+    leaves, wide = [hidden, weight], [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    upstream = torch.linspace(-1.0, 2.0, 150)
+    upstream[40] = 0.0
+    ours = vpcce.linear_cross_entropy(*leaves, target, softcap=softcap, backward=vpcce.exact(), reduction="none")
+    plain = truth.cross_entropy(*wide, target, softcap=softcap, reduction="none")
+    grads, truths = torch.autograd.grad(ours, leaves, upstream), torch.autograd.grad(plain, wide, upstream.double())
+    for grad, expected in zip(grads, truths, strict=True):
+        assert ((grad.double() - expected).norm(dim=1) <= 2e-5 * expected.norm(dim=1)).all()
 
 
 @pytest.mark.parametrize("into_main", [False, True], ids=["fresh", "main_grad"])
