@@ -18,6 +18,8 @@ SUPER_BLOCK = 4  # row blocks that share a coin
 MAX_ROUNDS = 12
 ARENA_BYTES = 36 << 20  # G of one round, where it has memory of its own
 EXTRA_BYTES = 20 << 20  # G behind dC's storage: the last group's has no later columns to lie in
+MOST_EXTRA_BYTES = 128 << 20  # where D is small against N, and dC's storage with it: so much that USUAL_DENSITY fits
+USUAL_DENSITY = 0.1  # of marked pairs
 GROUP_DENSITY = 0.07  # of marked pairs, up to which the last group's G fits into EXTRA_BYTES (to 73,000 tokens in half)
 SPARSE_GROUP, DENSE_GROUP = 16384, 4096  # most columns of a group: below LARGE_VOCABULARY more of them are kept
 LARGE_VOCABULARY = 100_000
@@ -62,7 +64,11 @@ def plan_layout(bits, n_rows, n, n_columns, d, dtype, storage) -> Layout:
     n_blocks, n_words = bits.shape
     n_super = triton.cdiv(n_blocks, SUPER_BLOCK)
     row_bytes = ROW_BLOCK * dtype.itemsize
-    fitting = int(EXTRA_BYTES / (GROUP_DENSITY * max(n_blocks, 1) * row_bytes))
+    extra_bytes = EXTRA_BYTES
+    if storage is not None:
+        missing = int(USUAL_DENSITY * n_blocks * n_columns * row_bytes) - storage.numel() * storage.element_size()
+        extra_bytes = max(EXTRA_BYTES, min(missing, MOST_EXTRA_BYTES))
+    fitting = int(extra_bytes / (GROUP_DENSITY * max(n_blocks, 1) * row_bytes))
     most = SPARSE_GROUP if n_columns >= LARGE_VOCABULARY else DENSE_GROUP
     group_columns = min(most, max(1 << fitting.bit_length() >> 1, 32 * LIST_BLOCK))
     n_groups = triton.cdiv(n_columns, group_columns)
@@ -70,7 +76,7 @@ def plan_layout(bits, n_rows, n, n_columns, d, dtype, storage) -> Layout:
     slab_columns = min(SLAB_COLUMNS, group_columns, max(triton.next_power_of_2(n_columns), WORD_TILE))
     if storage is not None:
         n_rounds = 1
-        extra_rows = min(EXTRA_BYTES // row_bytes, every_pair)
+        extra_rows = min(extra_bytes // row_bytes, every_pair)
         storage_rows = storage.numel() * storage.element_size() // row_bytes
         capacity = int(min(max(MIN_LIST, 0.1 * every_pair), MAX_DENSITY * every_pair + 2048, every_pair))
         list_pairs = round_pairs = capacity
