@@ -9,6 +9,8 @@ at its end, so that early slices are wide and few, and a small workspace serves 
 formed in fp32 before G is rounded: rounding p first would lose a confident target's gradient altogether. There are no
 atomics, every result is bitwise repeatable.
 
+dbias does not read G again: each tile of G leaves the sums of its columns, and dbias adds those of all row blocks.
+
 How many rows count is read on the device by every kernel: row blocks of ignored tokens are skipped, and dC's product
 ends there. The last slice computes dE first and apart, so that its collective runs under the remaining product of dC.
 """
@@ -66,6 +68,7 @@ def gradient_kernel(
     unit_ptr,  # [] or None
     n_rows_ptr,  # [1] int32 or None
     grad,  # [N, width] out, descriptor or pointer
+    block_sum_ptr,  # [row blocks, width] fp32 out, or None: sums of G over the tokens of a row block that counts
     n,
     width,
     first_column,
@@ -78,6 +81,7 @@ def gradient_kernel(
     filter_eps,
     group,
     programs,
+    stride_block_sum,
     D: tl.constexpr,
     RANK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -127,6 +131,9 @@ def gradient_kernel(
         else:
             at = rows.to(tl.int64)[:, None] * stride_grad + columns[None, :]
             tl.store(grad + at, g.to(DTYPE), mask=(rows < n)[:, None] & inside[None, :])
+        if block_sum_ptr is not None:  # last: while G's tile is on its way out, the sums would spill
+            at = row_block.to(tl.int64) * stride_block_sum + columns
+            tl.store(block_sum_ptr + at, tl.sum(g, 0), mask=inside)
 
 
 def dense_backward(
@@ -172,15 +179,19 @@ def dense_backward(
     )  # fmt: skip
     widths = [stop - start for start, stop, lent in slices if not lent]
     workspace = torch.empty(n * _padded(max(widths)), dtype=run.dtype, device=device) if widths else None
+    block_sums = None
+    if bias_grad is not None:  # zeros, which row blocks that do not count leave alone
+        shape = (ceil_div(n, run.for_gradient.block_m), max(stop - start for start, stop, _ in slices))
+        block_sums = torch.zeros(shape, dtype=torch.float32, device=device)
     total = hidden_grad
     if hidden_grad is not None and len(slices) > 1 and (hidden_grad.dtype != torch.float32 or row_index is not None):
         total = torch.empty(n, d, dtype=torch.float32, device=device)
     for start, stop, lent in slices:
         grad = _in_memory(storage if lent else workspace, n, stop - start, run.dtype, at_end=lent)
         weight = _part(head.weight, start, stop)
-        run.gradient(grad, weight, start, stop)
+        run.gradient(grad, weight, start, stop, block_sums)
         if bias_grad is not None:
-            row_sum(grad, n_rows=n_rows, factor=run.unit, out=bias_grad[start:stop])
+            row_sum(block_sums[:, : stop - start], factor=run.unit, out=bias_grad[start:stop])
         hidden_factor = weight_factors(hidden, head)[0]
         if low_rank_grad is not None:
             base = None if start == 0 else low_rank_grad
@@ -220,7 +231,7 @@ class _DenseRun:
         if filter_eps is not None and self.for_gradient.block_n < 128:
             self.for_gradient = replace(self.for_gradient, block_n=128, num_stages=2)  # the filter's tiles are square
 
-    def gradient(self, grad: Tensor, weight: Tensor, start: int, stop: int) -> None:
+    def gradient(self, grad: Tensor, weight: Tensor, start: int, stop: int, block_sums: Tensor | None) -> None:
         head, rows, t = self.head, self.rows, self.for_gradient
         h = Source(self.hidden, t.block_m, t.block_k)
         w = Source(weight, t.block_n, t.block_k)
@@ -229,11 +240,12 @@ class _DenseRun:
         gradient_kernel[(self.programs,)](
             h.source, w.source, low_hidden, low_weight, _part(head.bias, start, stop), self.scale,
             _part(head.column_weight, start, stop), self.target, self.lse, rows.softmax, rows.target,
-            rows.softmax_logit, rows.constant, self.unit, self.n_rows, g.source, self.n,
+            rows.softmax_logit, rows.constant, self.unit, self.n_rows, g.source, block_sums, self.n,
             stop - start, start, h.stride_row, h.stride_col, w.stride_row, w.stride_col, g.stride_row,
             head.softcap or 1.0, self.filter_eps or 0.0, rows_in_cache(self.n, self.d, self.hidden.element_size()),
-            self.programs, D=self.d, RANK=rank, HAS_SOFTCAP=head.softcap is not None,
-            FILTER=self.filter_eps is not None, PER_TOKEN=self.target.shape[1] if self.target.dim() > 1 else 1,
+            self.programs, 0 if block_sums is None else block_sums.stride(0), D=self.d, RANK=rank,
+            HAS_SOFTCAP=head.softcap is not None, FILTER=self.filter_eps is not None,
+            PER_TOKEN=self.target.shape[1] if self.target.dim() > 1 else 1,
             BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k,
             TMA_HIDDEN=h.tma, TMA_WEIGHT=w.tma, TMA_GRAD=g.tma, DTYPE=TL_DTYPE[self.dtype], PRECISION="ieee",
             num_warps=t.num_warps, num_stages=t.num_stages,

@@ -2,7 +2,7 @@
 
     lists       count the marks, plan rounds, list the marked columns of each row block           (`pack`)
     per round   recompute their logits, toss the coin, write the kept gradient G                  (`packed_gradient`)
-                lists of what was kept; dE of the round's row blocks, final; dC added             (`packed_products`)
+                lists of what was kept; dE of the round's row blocks, final; dC, dbias added      (`packed_products`)
 
 Where G lives, 256 bytes per pair in half precision, decides between two orders of work:
 
@@ -95,13 +95,11 @@ def packed_backward(
         if main_grad is None or total.dtype != torch.float32:
             sums = torch.zeros(total.shape, dtype=torch.float32, device=device)
     layout = plan_layout(marks.bits, n_rows, n, n_columns, d, dtype, d_weight if in_place else None)
-    work = _Work(hidden, head, target, lse, rows, n_rows, row_index, policy, marks, layout, dtype)
+    work = _Work(hidden, head, target, lse, rows, n_rows, row_index, policy, marks, layout, dtype, bias_grad)
     beside = Beside(device)
 
     for r in range(layout.plan.shape[0]):
         work.gradient(r)
-        if d_bias is not None or sums is not None:
-            work.unions(r)
         if d_bias is not None:
             work.bias_grad(r, d_bias)
         if in_place:
@@ -113,6 +111,7 @@ def packed_backward(
         if low_rank_grad is not None:
             work.low_rank_grad(r, low_rank_grad)
         if sums is not None:
+            work.unions(r)
             work.weight_grad(r, sums)
     if sums is not None:
         work.add_constant(sums)
@@ -146,7 +145,7 @@ def packed_backward(
 class _Work:
     """The lists of one backward and the kernels that run on them, a round at a time."""
 
-    def __init__(self, hidden, head, target, lse, rows, n_rows, row_index, policy, marks, layout, dtype):
+    def __init__(self, hidden, head, target, lse, rows, n_rows, row_index, policy, marks, layout, dtype, bias_grad):
         self.hidden, self.head, self.target, self.lse, self.rows = hidden, head, target, lse, rows
         self.row_index = row_index
         self.n_rows, self.policy, self.marks, self.layout = n_rows, policy, marks, layout
@@ -168,6 +167,7 @@ class _Work:
         self.kept_bits = ints(layout.n_blocks, self.n_words)
         self.list = ints(layout.list_pairs)
         self.keep = torch.empty(layout.round_pairs, dtype=torch.int8, device=device)
+        self.pair_sum = torch.empty(layout.round_pairs, dtype=torch.float32, device=device) if bias_grad else None
         self.kept_counts = ints(layout.n_blocks, layout.n_groups)
         self.kept_pair = ints(layout.round_pairs)
         self.kept_column = ints(layout.round_pairs)
@@ -181,7 +181,7 @@ class _Work:
 
     def free_lists(self) -> None:
         """dC needs the marks and the unions only."""
-        del self.list, self.keep, self.kept_pair, self.kept_column
+        del self.list, self.keep, self.pair_sum, self.kept_pair, self.kept_column
 
     def gradient(self, r: int) -> None:
         """G of the round's pairs, and the lists of those that stay."""
@@ -193,8 +193,8 @@ class _Work:
         packed_gradient_kernel[(programs,)](
             hidden.source, head.weight, low_hidden, low_weight, head.bias, self.target, self.lse, rows.softmax,
             rows.target, rows.softmax_logit, self.n_rows, self.marks.seed, self.scale, self.unit, at.start, at.counts,
-            plan, self.list, self.keep, at.storage, at.extra, self.n, hidden.stride_row, head.weight.stride(0),
-            head.start, at.n_groups, self.policy.eps, head.softcap or 1.0, D=self.d, RANK=rank,
+            plan, self.list, self.keep, self.pair_sum, at.storage, at.extra, self.n, hidden.stride_row,
+            head.weight.stride(0), head.start, at.n_groups, self.policy.eps, head.softcap or 1.0, D=self.d, RANK=rank,
             HAS_SOFTCAP=head.softcap is not None, TMA_HIDDEN=hidden.tma, PROGRAMS=programs, PRECISION=self.precision,
             **blocks,
         )  # fmt: skip
@@ -314,11 +314,9 @@ class _Work:
         )  # fmt: skip
 
     def bias_grad(self, r: int, out: Tensor) -> None:
-        at = self.layout
-        atomic = not self.policy.deterministic
-        packed_bias_grad_kernel[(at.n_slabs * (at.n_super if atomic else 1),)](
-            at.storage, at.extra, self.unit, at.plan[r], self.marks.bits, self.kept_bits, self.word_start, self.union,
-            self.union_start, self.union_count, out, self.n_words, at.n_slabs, BLOCK_N=64, ATOMIC=atomic, num_warps=4,
+        packed_bias_grad_kernel[(triton.cdiv(self.n_columns, 256),)](
+            self.pair_sum, self.unit, self.layout.plan[r], self.marks.bits, self.kept_bits, self.word_start, out,
+            self.n_words, self.n_columns, BLOCK_M=8, BLOCK_N=256, num_warps=8,
         )  # fmt: skip
 
     def _prepare_constant(self) -> None:

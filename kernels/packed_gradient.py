@@ -64,6 +64,7 @@ def packed_gradient_kernel(
     plan_ptr,  # this round's row of the plan
     list_ptr,  # [pairs] int32
     keep_ptr,  # [pairs of a round] int8 out
+    pair_sum_ptr,  # [pairs of a round] fp32 out, or None: sums of G over a pair's tokens
     storage_ptr,  # G, first part
     extra_ptr,  # G, second part
     n,
@@ -156,5 +157,7 @@ def packed_gradient_kernel(
                 ratio = x * (1.0 / softcap)
                 g *= 1.0 - ratio * ratio
             g *= (gain * factor)[None, :]
+            if pair_sum_ptr is not None:
+                tl.store(pair_sum_ptr + (pair - base), tl.sum(g, 0), mask=inside)
             out = arena_rows(storage_ptr, extra_ptr, arena, pair - base)
             tl.store(out[None, :] + offs_m[:, None], g.to(dtype), mask=inside[None, :])

@@ -1,12 +1,13 @@
-"""The two products of the packed backward, on the lists that `pack` made.
+"""The two products of the packed backward on the lists that `pack` made, and dbias.
 
     dE[block]  = sum over the block's kept pairs of G[pair] (x) weight[column]         one program owns its part
     dC[column] += sum over the four row blocks of a super-block of G[pair] @ hidden    one addition per super-block
+    dbias[column] += sum over all row blocks of the sum of G[pair]                     one program owns its columns
 
 The coin is shared by a super-block, so the kept sets of its row blocks nest and one list (their union) serves all
 four: a product with 512 tokens behind every addition into dC instead of 128, and about half as many additions.
 
-dC and dbias are added to in fp32, by atomics; without them (`deterministic`) one program owns (slab of columns, part of
+dC is added to in fp32, by atomics; without them (`deterministic`) one program owns (slab of columns, part of
 D) and takes the super-blocks in order. `packed_stream` does the same for dC in half precision.
 """
 
@@ -294,56 +295,34 @@ def packed_weight_grad_kernel(
 
 @triton.jit
 def packed_bias_grad_kernel(
-    storage_ptr,  # G
-    extra_ptr,  # G
+    pair_sum_ptr,  # [pairs of a round] fp32
     unit_ptr,  # [] fp32 or None
     plan_ptr,  # this round's row of the plan
     bits_ptr,  # [row blocks, words]
     kept_bits_ptr,  # [row blocks, words]
     word_start_ptr,  # [row blocks, words]
-    union_ptr,  # [pairs of a round]
-    union_start_ptr,  # [super-blocks, slabs]
-    union_count_ptr,  # [super-blocks, slabs]
     out_ptr,  # [V] fp32
     n_words,
-    n_slabs,
+    n_columns,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    ATOMIC: tl.constexpr,
 ):
-    """dbias[column] += sum of G over the round's tokens. With atomics a program takes one slab of one super-block;
-    without, a slab of all of them in order."""
-    slab = tl.program_id(0) % n_slabs
+    """dbias[column] += sum over the round's kept pairs of the column. One program owns BLOCK_N columns and looks them
+    up in BLOCK_M row blocks at a time: neighbours share their words, so that costs less than a list of pairs."""
     first = tl.load(plan_ptr + PLAN_FIRST).to(tl.int32)
     last = tl.load(plan_ptr + PLAN_LAST).to(tl.int32)
     base = tl.load(plan_ptr + PLAN_BASE).to(tl.int32)
-    arena = load_arena(plan_ptr)
-    offs_m = tl.arange(0, 128)
-    begin = first // 4
-    end = tl.cdiv(last, 4)
-    if ATOMIC:
-        begin += tl.program_id(0) // n_slabs
-        end = tl.minimum(end, begin + 1)
-    for super_block in range(begin, end):
-        n_columns = tl.load(union_count_ptr + super_block * n_slabs + slab)
-        start = tl.load(union_start_ptr + super_block * n_slabs + slab)
-        for t in range(0, n_columns, BLOCK_N):
-            offs_n = t + tl.arange(0, BLOCK_N)
-            inside = offs_n < n_columns
-            column = tl.load(union_ptr + start + offs_n, mask=inside, other=0)
-            total = tl.zeros((BLOCK_N,), tl.float32)
-            for row_block in range(super_block * 4, tl.minimum(super_block * 4 + 4, last)):
-                pair = kept_pairs(
-                    bits_ptr, kept_bits_ptr, word_start_ptr, n_words, row_block, last, base, column, inside
-                )  # fmt: skip
-                g_rows = arena_rows(storage_ptr, extra_ptr, arena, pair)
-                g = tl.load(g_rows[:, None] + offs_m[None, :], mask=(pair >= 0)[:, None], other=0.0)
-                total += tl.sum(g.to(tl.float32), 1)
-            if unit_ptr is not None:
-                total *= tl.load(unit_ptr)
-            if ATOMIC:
-                tl.atomic_add(out_ptr + column, total, mask=inside, sem="relaxed")
-            else:
-                old = tl.load(out_ptr + column, mask=inside, other=0.0)
-                tl.store(out_ptr + column, old + total, mask=inside)
-        if not ATOMIC:
-            tl.debug_barrier()  # the next super-block's threads read what these wrote
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = columns < n_columns
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for block in range(first, last, BLOCK_M):
+        row_blocks = block + tl.arange(0, BLOCK_M)
+        pair = kept_pairs(
+            bits_ptr, kept_bits_ptr, word_start_ptr, n_words, row_blocks[:, None], last, base, columns[None, :],
+            inside[None, :],
+        )  # fmt: skip
+        acc += tl.load(pair_sum_ptr + pair, mask=pair >= 0, other=0.0)
+    total = tl.sum(acc, 0)
+    if unit_ptr is not None:
+        total *= tl.load(unit_ptr)
+    tl.store(out_ptr + columns, tl.load(out_ptr + columns, mask=inside, other=0.0) + total, mask=inside)

@@ -1,8 +1,9 @@
 """factor * (share @ matrix): a weighted sum of a matrix' rows in fp32, at the speed of memory.
 
-dbias sums the rows of G, label smoothing those of the weight and of hidden. A sum has few columns and many rows, so
-rows are split too: each part of PART_ROWS is summed by a program of its own, the parts are added by a second launch in
-their order. No atomics: a column's sum is bitwise repeatable and the same however many columns stand beside it.
+dbias sums the rows that row blocks of G leave, label smoothing those of the weight and of hidden. A sum has few columns
+and many rows, so rows are split too: each part of PART_ROWS is summed by a program of its own, the parts are added by a
+second launch in their order. No atomics: a column's sum is bitwise repeatable and the same however many columns stand
+beside it.
 
     launch 1    parts[i] = share[i * PART_ROWS : ...] @ matrix[i * PART_ROWS : ...]     [parts, D] fp32
     launch 2    out = factor * (parts[0] + parts[1] + ...), or out += that

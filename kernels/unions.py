@@ -1,4 +1,4 @@
-"""Which columns the row blocks of a super-block kept, as lists for dC and dbias.
+"""Which columns the row blocks of a super-block kept, as lists for dC.
 
 A super-block shares its coin, so the kept sets of its four row blocks nest, and one list serves a product over all of
 its tokens. Columns that a single row block kept (about half) stand apart in it, for tiles that need 128 tokens only.

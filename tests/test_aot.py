@@ -6,6 +6,7 @@ a bound a little above what Triton 3.6.0 and 3.9.0 gave when this was written, s
 so is one after which sm_90's products wait for each other, which takes half their speed.
 
     marks and lists    the forward with marks, every packed kernel, and their fallback
+    bias               the sums that its gradient takes from the kernels that make G
     every option       bias, scale, softcap, entropy, argmax, weighted sum of logits, ignored tokens, class weights
     top-k              group maxima and what is made of them, for few and most ids
     low rank           a second pair of factors, of a rank that is no power of two and of one beyond a block
@@ -34,6 +35,7 @@ class Case:
     dtype: torch.dtype
     policy: Policy
     options: bool = False
+    bias: bool = False  # a trainable one, without the other options
     main_grad: bool = False
     d: int = 256  # 123: rows that no descriptor can take
     rank: int = 0
@@ -45,6 +47,8 @@ CASES = {
     "marks and lists into main_grad": Case(torch.bfloat16, vpcce.sampled(), main_grad=True, common=False),
     "marks and lists, every option": Case(torch.bfloat16, vpcce.sampled(), options=True, common=False),
     "exact": Case(torch.bfloat16, vpcce.exact()),
+    "bias": Case(torch.bfloat16, vpcce.exact(), bias=True),
+    "bias, marks and lists": Case(torch.bfloat16, vpcce.sampled(), bias=True),
     "odd D": Case(torch.bfloat16, vpcce.exact(), d=123, common=False),
     "odd D, fp32": Case(torch.float32, vpcce.exact(), d=123, common=False),
     "every option": Case(torch.bfloat16, vpcce.exact(), options=True, common=False),
@@ -61,7 +65,7 @@ def training_step(case: Case) -> None:
     """One forward and backward; all contents are meaningless, since no kernel runs."""
     hidden, weight = torch.zeros(N, case.d, dtype=case.dtype), torch.zeros(V, case.d, dtype=case.dtype)
     target, per_row = torch.zeros(N, dtype=torch.int64), torch.zeros(N)
-    head, count, rows = Head(weight), None, RowGradients(per_row, per_row)
+    head, count, rows = Head(weight, weight[:, 0].clone() if case.bias else None), None, RowGradients(per_row, per_row)
     if case.options:
         softcap = 30.0 if case.policy.kind == "exact" else None  # with one, the constant below is computed exactly
         head = Head(weight, weight[:, 0].clone(), 1.5, softcap, 0, torch.zeros(V))
@@ -77,7 +81,7 @@ def training_step(case: Case) -> None:
     stats = local_stats(hidden, head, target, n_rows=count, sampling=sampling, **options)
     local_backward(
         hidden, head, target, per_row, rows, n_rows=count, row_index=target if case.options else None,
-        hidden_policy=case.policy, weight_policy=case.policy, bias_grad=case.options, marks=stats.marks,
+        hidden_policy=case.policy, weight_policy=case.policy, bias_grad=case.options or case.bias, marks=stats.marks,
         main_grad=torch.zeros(V, case.d) if case.main_grad else None, hidden_grad_dtype=case.dtype,
         low_rank_grad=torch.zeros(N, case.rank) if case.rank else None,
         hidden_grad_ready=lambda grad: None,
@@ -94,7 +98,7 @@ def test_compiles_and_fits(case, target):
         assert all(size <= N // 128 for size in arguments["grid"][1:]), kernel.__name__
     usages = compile_launches(launches, target)
     names = {usage.name for usage in usages}
-    if case.options:
+    if case.options or case is CASES["bias"]:
         assert names >= {"part_sums_kernel", "add_parts_kernel"}
     assert names >= {"forward_kernel", "merge_splits_kernel", "target_logit_kernel"}
     backward = {"packed_gradient_kernel", "dense_stream_kernel"}
@@ -105,10 +109,13 @@ def test_compiles_and_fits(case, target):
             assert usage.registers <= 255, usage
             common = case.common and usage.name != "dense_stream_kernel"  # a fallback
             assert usage.spills <= SPILL_LIMIT[target][0 if common else 1], usage
+    assert ("packed_bias_grad_kernel" in names) == (case.policy.kind == "sampled" and (case.options or case.bias))
     if case is CASES["marks and lists"]:
         in_place = {"packed_direct_kernel", "packed_stream_kernel"}
         assert names >= in_place | {"column_kinds_kernel", "hot_pairs_kernel", "single_list_kernel"}
         assert target != "sm90" or all(usage.spills == 0 for usage in usages if usage.name in in_place)
+    if target == "sm90" and case is CASES["bias"]:
+        assert all(usage.spills == 0 for usage in usages if usage.name == "gradient_kernel")
     if target == "sm90" and case is CASES["exact"]:
         assert all(usage.spills == 0 for usage in usages), "the kernels that the speed on an H200 stands on"
 
