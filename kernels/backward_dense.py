@@ -131,7 +131,7 @@ def gradient_kernel(
         else:
             at = rows.to(tl.int64)[:, None] * stride_grad + columns[None, :]
             tl.store(grad + at, g.to(DTYPE), mask=(rows < n)[:, None] & inside[None, :])
-        if block_sum_ptr is not None:  # last: while G's tile is on its way out, the sums would spill
+        if block_sum_ptr is not None:  # after the store: before it, the sums would spill
             at = row_block.to(tl.int64) * stride_block_sum + columns
             tl.store(block_sum_ptr + at, tl.sum(g, 0), mask=inside)
 
