@@ -9,8 +9,8 @@ Where G lives, 256 bytes per pair in half precision, decides between two orders 
 - dC fresh in half precision: one round. dC's own storage is free until dC is written, so G lies at its end, with
   EXTRA_BYTES or more behind it, and is consumed from the front while finished slabs of dC overwrite it. The fp32 sums
   are a ring of parts of dC (`packed_stream`); columns before G that one super-block keeps, or most of them, need none
-  and are computed beside dE (`column_kinds`, `packed_direct`). Nothing of size [V, D] or [N, D] is allocated beyond
-  the gradients.
+  and are computed beside dE (`column_kinds`, `packed_direct`). Beyond the gradients, G takes MOST_EXTRA_BYTES at
+  most.
 - fp32 dC or main_grad (or dE alone, or a low-rank dC): G has an arena of ARENA_BYTES; rounds take as many super-blocks
   as fit. Each round finishes dE of its rows; dC is added to in fp32. Deterministic and half precision: into an fp32
   copy of dC.
@@ -96,48 +96,46 @@ def packed_backward(
             sums = torch.zeros(total.shape, dtype=torch.float32, device=device)
     layout = plan_layout(marks.bits, n_rows, n, n_columns, d, dtype, d_weight if in_place else None)
     work = _Work(hidden, head, target, lse, rows, n_rows, row_index, policy, marks, layout, dtype, bias_grad)
-    beside = Beside(device)
-
-    for r in range(layout.plan.shape[0]):
-        work.gradient(r)
-        if d_bias is not None:
-            work.bias_grad(r, d_bias)
-        if in_place:
-            with beside:
-                columns = work.direct_columns()
-                work.direct_weight_grad(columns, d_weight)
-        if d_hidden is not None:
-            work.hidden_grad(r, d_hidden)
-        if low_rank_grad is not None:
-            work.low_rank_grad(r, low_rank_grad)
+    columns = work.direct_columns() if in_place else None
+    with Beside(device) as beside:
+        for r in range(layout.plan.shape[0]):
+            work.gradient(r)
+            if d_bias is not None:
+                work.bias_grad(r, d_bias)
+            if in_place:
+                with beside.stream():
+                    work.direct_weight_grad(columns, d_weight)
+            if d_hidden is not None:
+                work.hidden_grad(r, d_hidden)
+            if low_rank_grad is not None:
+                work.low_rank_grad(r, low_rank_grad)
+            if sums is not None:
+                work.unions(r)
+                work.weight_grad(r, sums)
         if sums is not None:
-            work.unions(r)
-            work.weight_grad(r, sums)
-    if sums is not None:
-        work.add_constant(sums)
-    if sums is not None and sums is not total:
-        # The dense backward overwrites a fresh `total`; with main_grad it adds to it, and the sums are 0 then.
-        total.copy_(sums) if main_grad is None else total.add_(sums)
-    if d_bias is not None:
-        work.add_constant_bias(d_bias)
-    # What is not needed any more serves the dense backward: dC before it is written, sums, or G's arena.
-    dense, spare = layout.dense, layout.extra
+            work.add_constant(sums)
+        if sums is not None and sums is not total:
+            # The dense backward overwrites a fresh `total`; with main_grad it adds to it, and the sums are 0 then.
+            total.copy_(sums) if main_grad is None else total.add_(sums)
+        if d_bias is not None:
+            work.add_constant_bias(d_bias)
+        # What is not needed any more serves the dense backward: dC before it is written, sums, or G's arena.
+        dense, spare = layout.dense, layout.extra
+        if in_place:
+            spare = d_weight
+        elif head.low_rank is None and sums is not None and sums is not total:
+            spare = sums
+        work.free_lists()
+        if not in_place:
+            del work, layout, sums
+        dense_stream(
+            hidden, head, target, lse, rows, dense=dense, n_rows=n_rows, row_index=row_index, hidden_grad=d_hidden,
+            weight_grad=total, accumulate=main_grad is not None, bias_grad=d_bias, low_rank_grad=low_rank_grad,
+            spare=spare,
+        )  # fmt: skip
+        if d_hidden is not None:
+            hidden_grad_ready(d_hidden)
     if in_place:
-        spare = d_weight
-    elif head.low_rank is None and sums is not None and sums is not total:
-        spare = sums
-    work.free_lists()
-    if not in_place:
-        del work, layout, sums
-    dense_stream(
-        hidden, head, target, lse, rows, dense=dense, n_rows=n_rows, row_index=row_index, hidden_grad=d_hidden,
-        weight_grad=total, accumulate=main_grad is not None, bias_grad=d_bias, low_rank_grad=low_rank_grad,
-        spare=spare,
-    )  # fmt: skip
-    if d_hidden is not None:
-        hidden_grad_ready(d_hidden)
-    if in_place:
-        beside.join()
         work.weight_grad_stream(columns, d_weight)
     return d_hidden, d_weight, d_bias
 
@@ -262,7 +260,7 @@ class _Work:
         ring = torch.zeros(RING, at.slab_columns, blocks["BLOCK_D"], dtype=torch.float32, device=self.device)
         packed_stream_kernel[(programs,)](
             hidden.source, at.storage, at.extra, self.unit, at.dense, at.plan[0], self.marks.bits, self.kept_bits,
-            self.word_start, self.union, self.union_start, self.union_count, columns.summed, columns.direct,
+            self.word_start, self.union, self.union_start, self.union_count, columns.is_summed, columns.is_direct,
             self.n_rows, self.constant_hidden, self.head.column_weight, ring, ticket, added, rounded, groups, out,
             self.n, hidden.stride_row, self.n_words, at.n_slabs, self.n_columns, at.n_super, D=self.d,
             SLAB=at.slab_columns, GROUP_SLABS=at.group_columns // at.slab_columns, RING=RING, LAG=LAG, SLOTS=SLOTS,
@@ -271,44 +269,45 @@ class _Work:
         )  # fmt: skip
 
     def direct_columns(self) -> DirectColumns:
-        """Lists what `packed_direct` stores; the unions list what it leaves to the stream."""
+        """The memory of `direct_weight_grad`."""
         at = self.layout
-        plan, programs = at.plan[0], at.processors * 4
         n_lists, width = SETS.value * at.n_super, hot_width(self.n_columns)
+        programs, blocks = packed_launch("direct", self.device, self.dtype)
 
         def ints(*shape):
             return torch.empty(*shape, dtype=torch.int32, device=self.device)
 
         counters = torch.zeros(2 * n_lists + 2, dtype=torch.int32, device=self.device)
         counts, cursors, n_hot, ticket = counters.split([n_lists, n_lists, 1, 1])
-        single, direct, summed = ints(3, self.n_words)
-        columns = DirectColumns(
-            summed, direct, n_hot, ints(width), ints(at.n_blocks, width), counts, ints(self.n_columns), ticket
-        )
-        column_kinds_kernel[(triton.cdiv(self.n_words, LIST_BLOCK),)](
-            self.kept_bits, self.n_rows, plan, single, direct, summed, n_hot, columns.hot, self.n, self.n_words,
-            self.n_columns, D=self.d, HOT_MOST=width, BLOCK=LIST_BLOCK, num_warps=4,
+        is_single, is_direct, is_summed = ints(3, self.n_words)
+        return DirectColumns(
+            is_single, is_direct, is_summed, n_hot, ints(width), ints(at.n_blocks, width), counts, cursors,
+            ints(self.n_columns), ticket, ints(programs, 5, blocks["BLOCK_N"]),
         )  # fmt: skip
-        hot_pairs_kernel[(width // HOT_TILE, at.n_blocks)](
-            self.marks.bits, self.kept_bits, self.word_start, plan, n_hot, columns.hot, columns.hot_pairs,
-            self.n_words, HOT_MOST=width, BLOCK=HOT_TILE, num_warps=4,
-        )  # fmt: skip
-        self.unions(0, summed, single, counts)
-        single_list_kernel[(programs,)](
-            self.kept_bits, plan, single, counts, cursors, columns.single, self.n_words, at.n_slabs,
-            SLAB_WORDS=at.slab_columns // 32, PROGRAMS=programs, num_warps=8,
-        )  # fmt: skip
-        return columns
 
     def direct_weight_grad(self, columns: DirectColumns, out: Tensor) -> None:
+        """dC of the columns that need no sums; the unions list the others."""
         at = self.layout
+        plan, programs, width = at.plan[0], at.processors * 4, len(columns.hot)
+        column_kinds_kernel[(triton.cdiv(self.n_words, LIST_BLOCK),)](
+            self.kept_bits, self.n_rows, plan, columns.is_single, columns.is_direct, columns.is_summed, columns.n_hot,
+            columns.hot, self.n, self.n_words, self.n_columns, D=self.d, HOT_MOST=width, BLOCK=LIST_BLOCK, num_warps=4,
+        )  # fmt: skip
+        hot_pairs_kernel[(width // HOT_TILE, at.n_blocks)](
+            self.marks.bits, self.kept_bits, self.word_start, plan, columns.n_hot, columns.hot, columns.hot_pairs,
+            self.n_words, HOT_MOST=width, BLOCK=HOT_TILE, num_warps=4,
+        )  # fmt: skip
+        self.unions(0, columns.is_summed, columns.is_single, columns.single_counts)
+        single_list_kernel[(programs,)](
+            self.kept_bits, plan, columns.is_single, columns.single_counts, columns.single_cursors, columns.single,
+            self.n_words, at.n_slabs, SLAB_WORDS=at.slab_columns // 32, PROGRAMS=programs, num_warps=8,
+        )  # fmt: skip
         programs, blocks = packed_launch("direct", self.device, self.dtype)
         hidden = Source(self.hidden, blocks["BLOCK_K"], blocks["BLOCK_D"])
-        tile = torch.empty(programs, 5, blocks["BLOCK_N"], dtype=torch.int32, device=self.device)
         packed_direct_kernel[(programs,)](
             hidden.source, at.storage, at.extra, self.unit, at.dense, at.plan[0], self.marks.bits, self.kept_bits,
             self.word_start, columns.n_hot, columns.hot, columns.hot_pairs, columns.single_counts, columns.single,
-            tile, self.n_rows, self.constant_hidden, self.head.column_weight, columns.ticket, out, self.n,
+            columns.tiles, self.n_rows, self.constant_hidden, self.head.column_weight, columns.ticket, out, self.n,
             hidden.stride_row, self.n_words, len(columns.single_counts), D=self.d, HOT_MOST=len(columns.hot),
             TMA_HIDDEN=hidden.tma, **blocks,
         )  # fmt: skip

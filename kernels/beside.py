@@ -3,16 +3,19 @@
 The last programs of a kernel leave multiprocessors idle: 1,152 equal items on 264 programs idle for an eighth of the
 time. Kernels of the second stream start there.
 
-    beside = Beside(device)
-    with beside:            # kernels here may start when all before them are done
-        ...
-    ...                     # and run beside these
-    beside.join()           # until here
+    with Beside(device) as beside:
+        with beside.stream():       # kernels here may start when all before them are done
+            ...
+        ...                         # and run beside these
+                                    # the first stream goes on when both are done, also after an error
 
-Memory allocated inside belongs to the second stream, and is used again there only, after another `with`.
+Memory that kernels of the second stream use is allocated outside, on the first, and kept until the end: no allocator
+then gives it to anybody while either stream uses it.
 """
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -20,21 +23,22 @@ import torch
 class Beside:
     def __init__(self, device: torch.device):
         self.device = device
-        self.on_gpu = device.type == "cuda"
 
-    def __enter__(self) -> None:
-        if self.on_gpu:
-            stream = _second_stream(self.device)
-            stream.wait_stream(torch.cuda.current_stream(self.device))
-            self.context = torch.cuda.stream(stream)
-            self.context.__enter__()
+    def __enter__(self) -> "Beside":
+        return self
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        if self.device.type != "cuda":
+            yield
+            return
+        second = _second_stream(self.device)
+        second.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(second):
+            yield
 
     def __exit__(self, *error) -> None:
-        if self.on_gpu:
-            self.context.__exit__(*error)
-
-    def join(self) -> None:
-        if self.on_gpu:
+        if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).wait_stream(_second_stream(self.device))
 
 

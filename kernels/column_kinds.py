@@ -48,14 +48,17 @@ def hot_width(n_columns: int) -> int:
 class DirectColumns:
     """What `packed_direct` stores, and what it leaves to `packed_stream`."""
 
-    summed: Tensor  # [words], bits
-    direct: Tensor  # [words], bits
-    n_hot: Tensor  # [1]
+    is_single: Tensor  # [words], bits
+    is_direct: Tensor  # [words], bits: single or hot
+    is_summed: Tensor  # [words], bits
+    n_hot: Tensor  # [1], zero before
     hot: Tensor  # [hot_width], column ids
     hot_pairs: Tensor  # [row blocks, hot_width]
-    single_counts: Tensor  # [super-blocks * 5]
+    single_counts: Tensor  # [super-blocks * 5], zeros before
+    single_cursors: Tensor  # [super-blocks * 5], zeros before
     single: Tensor  # [V], column ids
-    ticket: Tensor  # [1], zero
+    ticket: Tensor  # [1], zero before
+    tiles: Tensor  # [programs, 5, BLOCK_N], scratch: columns and pairs of the tile at work
 
 
 @triton.jit

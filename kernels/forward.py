@@ -8,7 +8,8 @@ registers; the running maximum m and sum s of a token are updated per tile,
 in base-2 units, since exp2 is one instruction and its argument another. With marks, a tile's exponentials are taken
 relative to a lower bound of the log-sum-exp (`marks`) and their sum is scaled to m'. Each program writes its statistics
 once, [splits, N], and a second, small kernel merges the splits. Results are bitwise repeatable: statistics need no
-atomics, and with marks a program starts from the sums of those splits that are surely finished (`finished_bound`).
+atomics, and with marks a program starts from the sums of those splits that should be finished by then, and waits for
+them (`finished_bound`).
 
 - Programs of the same split and different row blocks have neighbouring numbers, run together, and so read the same
   tiles of the weight from L2. Row blocks come in groups whose hidden rows fit into L2 too (`tiles.grouped`).
@@ -85,7 +86,7 @@ def forward_kernel(
     logit_sum_ptr,  # [splits, N] out or None
     lower_bound_ptr,  # [N] natural-log, or None without marks
     found_ptr,  # [splits, N], see `finished_bound`, or None
-    hot_ptr,  # [splits, N]
+    hot_ptr,  # [splits, N], `HotSplits.mass`
     ticket_ptr,  # [1] int32, zero: programs wait for those that took a ticket before them
     threshold_ptr,  # [coin groups, V]
     bits_ptr,  # [row blocks, words]

@@ -110,7 +110,10 @@ def hot_set(
     splits, tiles_per_split = plan_splits(n, n_columns, tile, processors)
     hot = _most_frequent(target, n_columns)
     by_split = split_of = None
-    if splits > 1 and splits * ceil_div(n, tile.block_m) > processors:  # else none is finished when another starts
+    # AMD's compiler drops `volatile`, so a program there might wait for a number that its cache keeps from it.
+    waits = torch.version.hip is None
+    in_turn = splits > 1 and splits * ceil_div(n, tile.block_m) > processors  # else none is finished when one starts
+    if waits and in_turn:
         mass = torch.empty(splits, n, dtype=torch.float32, device=hidden.device)
         by_split = HotSplits(mass, tiles_per_split * tile.block_n)
         split_of = (hot // by_split.columns).to(torch.int32)

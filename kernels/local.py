@@ -67,9 +67,10 @@ def local_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dE (handed to `hidden_grad_ready` too), dC or None when main_grad took it, dbias. None policy: not wanted.
 
-    Row i of dE is written to row_index[i], and rows that do not count to nowhere: they are 0. The gradient of
-    `head.low_rank.hidden` is written into `low_rank_grad`, [N, R] fp32 zeros in the order of hidden, before dE is
-    ready; without `hidden_grad` it is all that is computed under hidden_policy.
+    Rows of hidden that do not count, those from n_rows on, must be finite: dC multiplies them by 0. Row i of dE is
+    written to row_index[i], and rows that do not count to nowhere: they are 0. The gradient of `head.low_rank.hidden`
+    is written into `low_rank_grad`, [N, R] fp32 zeros in the order of hidden, before dE is ready; without `hidden_grad`
+    it is all that is computed under hidden_policy.
     """
     if hidden.stride(-1) != 1:
         hidden = hidden.contiguous()

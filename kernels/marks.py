@@ -17,8 +17,8 @@ Tiles narrower than 256 columns fill 16- or 8-bit parts of the words. Bits of co
 undefined, readers mask them; words of row blocks without tokens are 0.
 
 Is the bound a bound? It and x carry rounding errors, and the backward recomputes x in another order of additions.
-SLACK covers both: 2^-6 absolutely (1.6% of a probability; products whose absolute terms sum up to 2^16 still fit)
-plus 2^-13 of the bound, since a column matters only if its x is within 25 of it.
+SLACK covers both: 2^-6 absolutely, in base 2 (1.1% of a probability; products whose absolute terms sum up to 2^16
+still fit) plus 2^-13 of the bound, since a column matters only if its x is within 25 of it.
 """
 
 import torch

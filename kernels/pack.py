@@ -13,8 +13,9 @@ Worked example, 256-column tiles cut to 8 words of which three have marks, one r
     word 0 = 0b101 (columns 0, 16)   word 3 = 0b1 (column 3)   word 7 = 0b10 (column 15)
     word_start = 10 12 12 12 13 13 13 13            list = [10: 0, 11: 16, 12: 3, 13: 15]
 
-Nothing here waits for the device: how many pairs there are is known only there, so `plan_kernel` decides on the
-rounds, or sets `dense`, which sends the whole backward to the dense kernels when the lists would not pay or fit.
+Nothing here waits for the device: how many pairs there are is known only there, so `plan_in_place_kernel` or
+`plan_rounds_kernel` decides on the rounds, or sets `dense`, which sends the whole backward to the dense kernels when
+the lists would not pay or fit.
 """
 
 import triton

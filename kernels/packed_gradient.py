@@ -139,7 +139,7 @@ def packed_gradient_kernel(
             x = acc * scale
             if HAS_SOFTCAP:
                 x = soft_capped(x, softcap)
-            if row_block * 128 + 128 > n:  # rows that do not count may hold anything
+            if row_block * 128 + 128 > n:  # rows that do not count
                 x = tl.where(valid[:, None], x, 0.0)
             p = tl.exp2(x * LOG2E - lse[:, None])
             onehot = target[:, None] == column[None, :]

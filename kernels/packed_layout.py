@@ -18,9 +18,9 @@ SUPER_BLOCK = 4  # row blocks that share a coin
 MAX_ROUNDS = 12
 ARENA_BYTES = 36 << 20  # G of one round, where it has memory of its own
 EXTRA_BYTES = 20 << 20  # G behind dC's storage: the last group's has no later columns to lie in
-MOST_EXTRA_BYTES = 128 << 20  # where D is small against N, and dC's storage with it: so much that USUAL_DENSITY fits
+MOST_EXTRA_BYTES = 128 << 20  # where N is more than ten times D, so that dC's storage holds less than USUAL_DENSITY
 USUAL_DENSITY = 0.1  # of marked pairs
-GROUP_DENSITY = 0.07  # of marked pairs, up to which the last group's G fits into EXTRA_BYTES (to 73,000 tokens in half)
+GROUP_DENSITY = 0.07  # of marked pairs, up to which the last group's G fits behind dC (to 73,000 tokens in half)
 SPARSE_GROUP, DENSE_GROUP = 16384, 4096  # most columns of a group: below LARGE_VOCABULARY more of them are kept
 LARGE_VOCABULARY = 100_000
 SLAB_COLUMNS = 8192  # one part of the ring in `packed_stream` is a slab times BLOCK_D of D
@@ -78,7 +78,7 @@ def plan_layout(bits, n_rows, n, n_columns, d, dtype, storage) -> Layout:
         n_rounds = 1
         extra_rows = min(extra_bytes // row_bytes, every_pair)
         storage_rows = storage.numel() * storage.element_size() // row_bytes
-        capacity = int(min(max(MIN_LIST, 0.1 * every_pair), MAX_DENSITY * every_pair + 2048, every_pair))
+        capacity = int(min(max(MIN_LIST, USUAL_DENSITY * every_pair), MAX_DENSITY * every_pair + 2048, every_pair))
         list_pairs = round_pairs = capacity
     else:
         extra_rows = capacity = round_pairs = min(ARENA_BYTES // row_bytes, every_pair)

@@ -19,6 +19,7 @@ import torch
 from aot import SHARED_LIMIT, TARGETS, compile_launches, recorded_launches
 
 import vpcce
+from vpcce.kernels import launch_table
 from vpcce.kernels.local import hot_set, local_backward, local_stats
 from vpcce.kernels.merge import merge_bounds, merge_ranks
 from vpcce.kernels.problem import Head, LowRank, Policy, RowGradients, Sampling, StatsLayout
@@ -74,11 +75,14 @@ def training_step(case: Case) -> None:
     if case.rank:
         head = replace(head, low_rank=LowRank(hidden[:, : case.rank].contiguous(), weight[:, : case.rank].contiguous()))
     sampling = None
-    if case.policy.kind == "sampled":
-        hot_set(hidden, head, target)
-        sampling = Sampling(torch.tensor(1), case.policy.eps, per_row)
-    options = dict(entropy=case.options, argmax=case.options, logit_sum=case.options)
-    stats = local_stats(hidden, head, target, n_rows=count, sampling=sampling, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch_table, "choose_splits", lambda *_: 4)
+        if case.policy.kind == "sampled":
+            hot = hot_set(hidden, head, target)
+            assert hot.splits is not None
+            sampling = Sampling(torch.tensor(1), case.policy.eps, per_row, hot.splits)
+        options = dict(entropy=case.options, argmax=case.options, logit_sum=case.options)
+        stats = local_stats(hidden, head, target, n_rows=count, sampling=sampling, **options)
     local_backward(
         hidden, head, target, per_row, rows, n_rows=count, row_index=target if case.options else None,
         hidden_policy=case.policy, weight_policy=case.policy, bias_grad=case.options or case.bias, marks=stats.marks,

@@ -219,7 +219,7 @@ def super_blocks(kept):  # [row blocks, V]
 
 def check_lists(work, columns, kept, single, hot, summed):
     in_any, v = kept.any(1), kept.shape[2]
-    for words, chosen in (columns.summed, summed), (columns.direct, single | hot):
+    for words, chosen in (columns.is_summed, summed), (columns.is_direct, single | hot):
         assert torch.equal(marks.unpack_marks(words[None], v)[0], chosen)
     pairs = columns.hot_pairs[:, : hot.sum()]
     listed = columns.hot[: hot.sum()].long()

@@ -76,7 +76,8 @@ def train(arguments) -> None:
             save([row for row in rows if row["part"] == "train"])
             grown = [row for row in rows if row["part"] == "grow"]
             if "error" not in (grown or [{}])[-1]:
-                continue  # the memory has not ended
+                print(f"{loss}, V = {vocabulary}: the memory has not ended, no row of the largest micro-batch")
+                continue
             fitting = [row for row in grown if "error" not in row]
             best = max(fitting, key=lambda row: row["micro_batch"], default={})
             size, peak = best.get("micro_batch"), best.get("peak_mb")

@@ -145,9 +145,9 @@ def train(arguments, record) -> None:
         model_parallel_cuda_manual_seed(1234)
     ddp, optimizer = wrap(make_model(arguments, tp), arguments)
     tokens = tokens_of(arguments)
-    steps(arguments, ddp, optimizer, tokens, arguments.micro_batch, arguments.steps, record)
-    for size in arguments.grow:
-        steps(arguments, ddp, optimizer, tokens, size, 3, partial(record, part="grow"))
+    measurements = [("train", arguments.micro_batch, arguments.steps), *(("grow", size, 3) for size in arguments.grow)]
+    for arguments.part, size, n_steps in measurements:
+        steps(arguments, ddp, optimizer, tokens, size, n_steps, partial(record, part=arguments.part))
 
 
 def steps(arguments, ddp, optimizer, tokens, size: int, n_steps: int, record) -> None:
@@ -225,7 +225,7 @@ def main():
 
     def record(**values) -> None:
         row = dict(
-            part="train", loss=arguments.loss, vocabulary=arguments.vocabulary, sequence=arguments.sequence,
+            part=arguments.part, loss=arguments.loss, vocabulary=arguments.vocabulary, sequence=arguments.sequence,
             steps=arguments.steps, layers=arguments.layers, width=arguments.width,
             corpus=arguments.corpus.name if arguments.corpus else "byte pairs of the standard library",
         )  # fmt: skip
@@ -235,7 +235,7 @@ def main():
     try:
         train(arguments, lambda **values: record(**values) if dist.get_rank() == 0 else None)
     except torch.OutOfMemoryError as error:
-        record(part="grow", error=f"OutOfMemoryError on rank {dist.get_rank()}: {error}"[:200])
+        record(error=f"OutOfMemoryError on rank {dist.get_rank()}: {error}"[:200])
         os._exit(3)  # the other rank waits in a collective; torchrun ends it
     dist.destroy_process_group()
 

@@ -24,7 +24,8 @@ BIG_VOCABULARIES = {
     "Llama 3 8B": "8192x128256x4096",
 }
 PHI = "8192x32064x3072"
-# As the Cut Cross-Entropy paper's table A2; PyTorch's kernels in a vpcce step choose and multiply the hot set.
+# As the Cut Cross-Entropy paper's table A2; PyTorch's kernels in a vpcce step choose and multiply the hot set. A part
+# of dC runs beside dE, so these two times overlap a little.
 STAGES = {
     "target logit": ("target_logit",),
     "hot set": ("hot_stats", "topk", "TopK", "nvjet", "gemm", "index", "scatter"),
