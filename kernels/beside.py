@@ -23,6 +23,7 @@ import torch
 class Beside:
     def __init__(self, device: torch.device):
         self.device = device
+        self.second: torch.cuda.Stream | None = None  # once it has work
 
     def __enter__(self) -> "Beside":
         return self
@@ -32,14 +33,14 @@ class Beside:
         if self.device.type != "cuda":
             yield
             return
-        second = _second_stream(self.device)
-        second.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(second):
+        self.second = _second_stream(self.device)
+        self.second.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.second):
             yield
 
     def __exit__(self, *error) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).wait_stream(_second_stream(self.device))
+        if self.second is not None:  # a captured stream may not wait for one that is not
+            torch.cuda.current_stream(self.device).wait_stream(self.second)
 
 
 @functools.cache
