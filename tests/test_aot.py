@@ -49,7 +49,8 @@ CASES = {
     "marks and lists, every option": Case(torch.bfloat16, vpcce.sampled(), options=True, common=False),
     "exact": Case(torch.bfloat16, vpcce.exact()),
     "bias": Case(torch.bfloat16, vpcce.exact(), bias=True),
-    "bias, marks and lists": Case(torch.bfloat16, vpcce.sampled(), bias=True),
+    # Triton 3.9 spills 144 bytes, 3.6 none.
+    "bias, marks and lists": Case(torch.bfloat16, vpcce.sampled(), bias=True, common=False),
     "odd D": Case(torch.bfloat16, vpcce.exact(), d=123, common=False),
     "odd D, fp32": Case(torch.float32, vpcce.exact(), d=123, common=False),
     "every option": Case(torch.bfloat16, vpcce.exact(), options=True, common=False),

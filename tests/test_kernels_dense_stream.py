@@ -129,7 +129,7 @@ def test_equals_the_dense_backward(way, options, launches, dtype=BF16):
 
     d_hidden, d_weight, d_bias = results = run()
     assert len(launches) == settings["launches"], launches
-    assert relative_error(d_bias, true_bias) < 1e-3
+    assert relative_error(d_bias, true_bias) < 2**-8  # G is summed after rounding here, before it there
     if d_hidden is not None:  # rounded once, however many slices there are
         error = {BF16: 2**-9, FP16: 2**-11, FP32: 1e-5}[settings["hidden_dtype"]]
         assert relative_error(d_hidden, true_hidden) < error
