@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .dense_products import products_kernel
-from .launch_table import launch_parameters
+from .launch_table import launch_parameters, sums_by_product
 from .logit_gradient import logit_gradient
 from .problem import Head, HiddenGradReady, RowGradients, weight_factors
 from .row_sum import row_sum
@@ -45,6 +45,7 @@ from .tiles import (
     narrowed,
     rows_in_cache,
     scale_tensor,
+    store_row_sum,
 )
 
 WORKSPACE_BYTES = 32 << 20  # G of a slice that lies in no lent storage; `slices` may take more
@@ -95,6 +96,7 @@ def gradient_kernel(
     TMA_GRAD: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
+    SUMS_BY_PRODUCT: tl.constexpr,
 ):
     n_counting = count_rows(n, n_rows_ptr)
     scale = load_scale(scale_ptr)
@@ -131,9 +133,9 @@ def gradient_kernel(
         else:
             at = rows.to(tl.int64)[:, None] * stride_grad + columns[None, :]
             tl.store(grad + at, g.to(DTYPE), mask=(rows < n)[:, None] & inside[None, :])
-        if block_sum_ptr is not None:  # after the store: before it, the sums would spill
-            at = row_block.to(tl.int64) * stride_block_sum + columns
-            tl.store(block_sum_ptr + at, tl.sum(g, 0), mask=inside)
+        if block_sum_ptr is not None:
+            out = block_sum_ptr + row_block.to(tl.int64) * stride_block_sum + column
+            store_row_sum(g, out, width - column, DTYPE, SUMS_BY_PRODUCT)
 
 
 def dense_backward(
@@ -248,6 +250,7 @@ class _DenseRun:
             PER_TOKEN=self.target.shape[1] if self.target.dim() > 1 else 1,
             BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k,
             TMA_HIDDEN=h.tma, TMA_WEIGHT=w.tma, TMA_GRAD=g.tma, DTYPE=TL_DTYPE[self.dtype], PRECISION="ieee",
+            SUMS_BY_PRODUCT=sums_by_product(self.hidden.device, self.dtype),
             num_warps=t.num_warps, num_stages=t.num_stages,
         )  # fmt: skip
 

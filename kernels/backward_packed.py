@@ -23,7 +23,7 @@ import torch
 import triton
 from torch import Tensor
 
-from . import pack
+from . import launch_table, pack
 from .beside import Beside
 from .coin import ROW_BLOCK
 from .column_kinds import HOT_TILE, DirectColumns, column_kinds_kernel, hot_pairs_kernel, hot_width, single_list_kernel
@@ -97,46 +97,39 @@ def packed_backward(
     layout = plan_layout(marks.bits, n_rows, n, n_columns, d, dtype, d_weight if in_place else None)
     work = _Work(hidden, head, target, lse, rows, n_rows, row_index, policy, marks, layout, dtype, bias_grad)
     columns = work.direct_columns() if in_place else None
-    with Beside(device) as beside:
-        for r in range(layout.plan.shape[0]):
-            work.gradient(r)
-            if d_bias is not None:
-                work.bias_grad(r, d_bias)
+    n_rounds = layout.plan.shape[0]
+    for r in range(n_rounds):
+        work.gradient(r)
+        if d_bias is not None:
+            work.bias_grad(r, d_bias)
+        with Beside(device) as beside:
             if in_place:
                 with beside.stream():
                     work.direct_weight_grad(columns, d_weight)
             if d_hidden is not None:
                 work.hidden_grad(r, d_hidden)
-            if low_rank_grad is not None:
-                work.low_rank_grad(r, low_rank_grad)
-            if sums is not None:
-                work.unions(r)
-                work.weight_grad(r, sums)
-        if sums is not None:
-            work.add_constant(sums)
-        if sums is not None and sums is not total:
-            # The dense backward overwrites a fresh `total`; with main_grad it adds to it, and the sums are 0 then.
-            total.copy_(sums) if main_grad is None else total.add_(sums)
-        if d_bias is not None:
-            work.add_constant_bias(d_bias)
-        # What is not needed any more serves the dense backward: dC before it is written, sums, or G's arena.
-        dense, spare = layout.dense, layout.extra
+        if low_rank_grad is not None:
+            work.low_rank_grad(r, low_rank_grad)
+        if r == n_rounds - 1:  # dE ends before the last of dC, which its collective runs under
+            work.free_lists()
+            dense_stream(
+                hidden, head, target, lse, rows, dense=layout.dense, n_rows=n_rows, row_index=row_index,
+                hidden_grad=d_hidden, weight_grad=d_weight if in_place else sums, accumulate=not in_place,
+                bias_grad=d_bias, low_rank_grad=low_rank_grad, arena=layout.extra,
+            )  # fmt: skip
+            if d_hidden is not None:
+                hidden_grad_ready(d_hidden)
         if in_place:
-            spare = d_weight
-        elif head.low_rank is None and sums is not None and sums is not total:
-            spare = sums
-        work.free_lists()
-        if not in_place:
-            del work, layout, sums
-        dense_stream(
-            hidden, head, target, lse, rows, dense=dense, n_rows=n_rows, row_index=row_index, hidden_grad=d_hidden,
-            weight_grad=total, accumulate=main_grad is not None, bias_grad=d_bias, low_rank_grad=low_rank_grad,
-            spare=spare,
-        )  # fmt: skip
-        if d_hidden is not None:
-            hidden_grad_ready(d_hidden)
-    if in_place:
-        work.weight_grad_stream(columns, d_weight)
+            work.weight_grad_stream(columns, d_weight)
+        elif weight_grad:
+            work.unions(r)
+            work.weight_grad(r, sums)
+    if sums is not None:
+        work.add_constant(sums)
+    if sums is not None and sums is not total:
+        total.copy_(sums) if main_grad is None else total.add_(sums)
+    if d_bias is not None:
+        work.add_constant_bias(d_bias)
     return d_hidden, d_weight, d_bias
 
 
@@ -194,7 +187,7 @@ class _Work:
             plan, self.list, self.keep, self.pair_sum, at.storage, at.extra, self.n, hidden.stride_row,
             head.weight.stride(0), head.start, at.n_groups, self.policy.eps, head.softcap or 1.0, D=self.d, RANK=rank,
             HAS_SOFTCAP=head.softcap is not None, TMA_HIDDEN=hidden.tma, PROGRAMS=programs, PRECISION=self.precision,
-            **blocks,
+            SUMS_BY_PRODUCT=launch_table.sums_by_product(self.device, self.dtype), **blocks,
         )  # fmt: skip
         pack.keep_kernel[(at.processors * 4,)](
             self.marks.bits, self.word_start, self.keep, plan, self.kept_bits, self.kept_counts, self.n_words,

@@ -6,19 +6,18 @@ here; where the exact policy is asked for, `backward_dense` is faster.
 
 dE is summed over slices of the vocabulary, and each of them reads and writes the sum. Where dE is fp32 it is its own
 sum. Otherwise it holds the upper 16 bits of its sums and the lower ones lie elsewhere until the last slice. Wide slices
-keep that cheap, and two kinds of memory make them wide (or the sum small):
+keep that cheap, or few rows. The arena of the sampled backward's G serves as memory, which is free by then:
 
-- A fresh dC whose storage is the spare memory: dE's lower halves lie at its end and a ring of WIDE_SLOTS wide slices of
-  G before them.
+- A fresh dC: its own storage too, until it is written. dE's lower halves lie at its end and a ring of WIDE_SLOTS wide
+  slices of G before them.
 
       launch    dE of columns    dC and dbias of columns    ring
       1         [0, a)           [0, a)                     over dC of [a, b)
-      2         [a, V)           [a, b)                     RING_BYTES of its own, narrow
+      2         [a, V)           [a, b)                     the arena, or RING_BYTES of its own and narrow
       3                          [b, V), under the halves   the same
 
   Example: 8192 x 256000 x 2304 in bf16 has a = 204112 and b = 247808, and slices of 4096 and 1024 columns.
-- Otherwise both lie in memory that is free by then, and the rows go through the kernel in chunks, whose sums stay in
-  L2. dC in fp32 is added to once per chunk; one in half precision would be rounded as often, and has one chunk.
+- Sums of dC in fp32: the rows go through the kernel in chunks, each of which adds to them; dE's sums stay in L2.
 """
 
 import math
@@ -42,14 +41,14 @@ from .tiles import (
     scale_tensor,
 )
 
-RING_BYTES = 32 << 20  # a ring in memory of its own beside a fresh dC; half as many beside main_grad
+RING_BYTES = 32 << 20  # a ring in memory of its own beside a fresh dC; half as many beside sums
 MIN_WIDTH = 512  # columns of a slice, whatever they take
 WIDE = 4096  # columns of a slice, however much memory there is, unless RING_BYTES have room for more
 WIDE_SLOTS, NARROW_SLOTS = 3, 2  # slices in a ring, see the kernel
 SUM_BYTES = 36 << 20  # dE's sum of a chunk, which every slice reads and writes: part of L2
 CHUNK_ROWS = 2048
 MAX_CHUNKS = 16  # each is a launch, nearly always an idle one
-ALIGNMENT = 64  # bytes, of parts of spare memory; all memory of PyTorch has it, so slices never depend on an address
+ALIGNMENT = 64  # bytes, of parts of given memory; all memory of PyTorch has it, so slices never depend on an address
 
 
 def dense_stream(
@@ -63,18 +62,18 @@ def dense_stream(
     n_rows: Tensor | None,
     row_index: Tensor | None,  # [N] int64: row i of dE belongs there; None is i
     hidden_grad: Tensor | None,  # [N, D] out
-    weight_grad: Tensor | None,  # [V, D] out, or added to with accumulate
+    weight_grad: Tensor | None,  # [V, D] out, or fp32 and added to with accumulate
     accumulate: bool,
     bias_grad: Tensor | None,  # [V] fp32, added to
-    spare: Tensor,  # memory that nobody needs any more; a fresh weight_grad may be it
+    arena: Tensor,  # memory that nobody needs if `dense` is not 0
     low_rank_grad: Tensor | None = None,  # [N, R] fp32 out, in the order of hidden
 ) -> None:
     """dE, dC and dbias like `backward_dense.dense_backward`, if `dense` says so. One to MAX_CHUNKS + 1 launches."""
     run = _Stream(hidden, head, target, lse, rows, dense, n_rows)
-    if spare is weight_grad and hidden_grad is not None and head.low_rank is None:
-        _in_storage_of_weight_grad(run, hidden_grad, row_index, weight_grad, bias_grad)
+    if weight_grad is not None and not accumulate and hidden_grad is not None and head.low_rank is None:
+        _in_storage_of_weight_grad(run, hidden_grad, row_index, weight_grad, bias_grad, arena)
         return
-    free = None if spare is weight_grad else _bytes_of(spare)
+    free = _bytes_of(arena)
     own_bytes = RING_BYTES // 2 if accumulate else RING_BYTES
     if head.low_rank is not None:  # its products are narrow: a launch, and a recomputation, of their own; dE is fp32
         ring = run.ring_in(free, run.n, own_bytes)
@@ -84,8 +83,7 @@ def dense_stream(
         if weight_grad is not None or bias_grad is not None:
             run(None, None, weight_grad, bias_grad, run.ring_in(free, run.n, own_bytes), accumulate=accumulate)
         return
-    in_chunks = weight_grad is None or (accumulate and weight_grad.dtype == torch.float32)
-    size = run.chunk_rows() if in_chunks else run.n
+    size = run.chunk_rows() if weight_grad is None or accumulate else run.n
     lower_half = None
     if hidden_grad.dtype != torch.float32:
         lower_half, free = run.lower_half_in(free, size)
@@ -97,7 +95,7 @@ def dense_stream(
         )  # fmt: skip
 
 
-def _in_storage_of_weight_grad(run: "_Stream", hidden_grad, row_index, weight_grad: Tensor, bias_grad) -> None:
+def _in_storage_of_weight_grad(run: "_Stream", hidden_grad, row_index, weight_grad: Tensor, bias_grad, arena) -> None:
     """The three launches of the table above, or those of them that have columns."""
     n_columns = weight_grad.shape[0]
     column_bytes = weight_grad.shape[1] * weight_grad.element_size()
@@ -108,7 +106,8 @@ def _in_storage_of_weight_grad(run: "_Stream", hidden_grad, row_index, weight_gr
         lower_half, rest = run.lower_half_in(free if fits else None, run.n)
         if rest is not None:
             free, stop = rest, _whole_columns(rest, column_bytes)
-    narrow = run.ring_in(None, run.n, RING_BYTES, NARROW_SLOTS)
+    arena = _bytes_of(arena)
+    narrow = run.ring_in(arena if arena.numel() > RING_BYTES else None, run.n, RING_BYTES, NARROW_SLOTS)
     # A wider ring leaves more columns to narrow slices; this width makes the fewest slices of both kinds.
     at_most = free.numel() // run.column_bytes(run.n, WIDE_SLOTS)
     width = min(WIDE, math.isqrt(narrow.width * at_most)) // run.step * run.step

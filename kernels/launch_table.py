@@ -49,18 +49,27 @@ TABLE: dict[tuple[str, int], dict[str, Tile]] = {
 }
 
 
-def architecture(device: torch.device) -> str:
-    """The row of the table that serves a device; Triton's interpreter reads the newest."""
+def capability(device: torch.device) -> int:
+    """Major compute capability of NVIDIA's; 0 of AMD's; 9 for Triton's interpreter."""
     if device.type != "cuda":
-        return "sm90"
-    if torch.version.hip is not None:
-        return "gfx9"
-    return "sm90" if torch.cuda.get_device_capability(device)[0] >= 9 else "sm80"
+        return 9
+    return 0 if torch.version.hip is not None else torch.cuda.get_device_capability(device)[0]
+
+
+def architecture(device: torch.device) -> str:
+    """The row of the table that serves a device."""
+    major = capability(device)
+    return "gfx9" if major == 0 else "sm90" if major >= 9 else "sm80"
 
 
 def launch_parameters(kernel: str, device: torch.device, dtype: torch.dtype) -> Tile:
     """Parameters of "forward", "gradient" or "product" for operands of `dtype`."""
     return TABLE[architecture(device), dtype.itemsize][kernel]
+
+
+def sums_by_product(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `store_row_sum` takes the tensor cores; elsewhere its operand finds no room in shared memory."""
+    return dtype != torch.float32 and capability(device) in (8, 9)
 
 
 def plan_splits(n: int, n_columns: int, tile: Tile, processors: int, splits: int | None = None) -> tuple[int, int]:

@@ -91,24 +91,30 @@ def plan_rounds_kernel(
     n_rounds,
     PLAN_FIELDS: tl.constexpr,
 ):
-    """Fills rounds with as many super-blocks as fit, in order; one program."""
-    used = tl.zeros((), tl.int64)
-    base = tl.zeros((), tl.int64)
-    first = tl.zeros((), tl.int32)
-    at = tl.zeros((), tl.int32)
-    fits = tl.full((), 1, tl.int32)
+    """Fills rounds with as many super-blocks as fit, from the last of both; one program.
+
+    So the last round has work: dE is complete before the last of dC is made, and its collective can run meanwhile.
+    """
+    base = tl.zeros((), tl.int64)  # of the super-block's pairs, once the loop below has come to it
     for s in range(n_super):
+        base += tl.load(super_counts_ptr + s)
+    used = tl.zeros((), tl.int64)
+    last = n_blocks
+    at = n_rounds - 1
+    fits = tl.full((), 1, tl.int32)
+    for i in range(n_super):
+        s = n_super - 1 - i
         n = tl.load(super_counts_ptr + s)
         fits = tl.where(n > capacity, 0, fits)
         if used + n > capacity:
-            _store_round(plan_ptr + at * PLAN_FIELDS, first, s * 4, base, at < n_rounds)
-            base += used
+            _store_round(plan_ptr + at * PLAN_FIELDS, (s + 1) * 4, last, base, at >= 0)
             used = tl.zeros((), tl.int64)
-            first = first * 0 + s * 4
-            at += 1
+            last = (s + 1) * 4
+            at -= 1
         used += n
-    _store_round(plan_ptr + at * PLAN_FIELDS, first, n_blocks, base, at < n_rounds)
-    dense = (fits == 0) | (at >= n_rounds)
+        base -= n
+    _store_round(plan_ptr + at * PLAN_FIELDS, 0, last, base, at >= 0)
+    dense = (fits == 0) | (at < 0)
     if dense:
         for r in range(n_rounds):
             _store_round(plan_ptr + r * PLAN_FIELDS, 0, 0, base * 0, True)

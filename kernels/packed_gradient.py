@@ -25,7 +25,7 @@ from .pack import (
     PLAN_STORAGE_SHIFT,
 )
 from .softcap import soft_capped
-from .tiles import add_low_rank
+from .tiles import add_low_rank, store_row_sum
 from .units import LOG2E
 
 
@@ -82,6 +82,7 @@ def packed_gradient_kernel(
     BLOCK_K: tl.constexpr,
     PROGRAMS: tl.constexpr,
     PRECISION: tl.constexpr,
+    SUMS_BY_PRODUCT: tl.constexpr,
 ):
     first = tl.load(plan_ptr + PLAN_FIRST).to(tl.int32)
     n_blocks = tl.load(plan_ptr + PLAN_LAST).to(tl.int32) - first
@@ -158,6 +159,6 @@ def packed_gradient_kernel(
                 g *= 1.0 - ratio * ratio
             g *= (gain * factor)[None, :]
             if pair_sum_ptr is not None:
-                tl.store(pair_sum_ptr + (pair - base), tl.sum(g, 0), mask=inside)
+                store_row_sum(g, pair_sum_ptr + (first_pair - base + t), n_pairs - t, dtype, SUMS_BY_PRODUCT)
             out = arena_rows(storage_ptr, extra_ptr, arena, pair - base)
             tl.store(out[None, :] + offs_m[:, None], g.to(dtype), mask=inside[None, :])

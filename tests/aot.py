@@ -56,11 +56,12 @@ def recorded_launches(target: str):
     def record(self, *args, **kwargs):
         launches.append((self, args, kwargs))
 
-    row = {"sm100": "sm90", "gfx942": "gfx9"}.get(target, target)
+    gpu = TARGETS[target]
+    major = gpu.arch // 10 if gpu.backend == "cuda" else 0
     with (
         mock.patch.object(JITFunction, "run", record),
-        mock.patch.object(launch_table, "architecture", lambda device: row),
-        mock.patch.object(tiles, "has_tma", lambda device: row == "sm90"),
+        mock.patch.object(launch_table, "capability", lambda device: major),
+        mock.patch.object(tiles, "has_tma", lambda device: major >= 9),
     ):
         yield launches
 

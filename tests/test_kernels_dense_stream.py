@@ -82,13 +82,13 @@ WAYS = {
     "wide slices, narrow ones, dC under the lower halves": THREE,
     "wide slices and narrow ones, dE is its own sum": THREE | dict(hidden_dtype=FP32, launches=2),
     "wide slices, odd D and V, row blocks that nobody counts": THREE | dict(v=4703, d=97, n=190),
-    "fresh dC, lower halves and G elsewhere": dict(spare=1 << 19, fresh_spare=False, launches=1),
+    "a large arena has a wider ring": dict(v=1500, arena=1 << 19, launches=2),
+    "an arena that is too small": dict(v=1500, arena=64, launches=2),
     "into main_grad": dict(main_grad=True, launches=3),
     "into main_grad, odd D and V": dict(main_grad=True, v=333, d=51, launches=3),
     "into main_grad, dE is its own sum": dict(main_grad=True, hidden_dtype=FP32, launches=3),
-    "into main_grad, no memory to spare": dict(main_grad=True, spare=0, launches=3),
-    "into main_grad, memory to spare for lower halves only": dict(main_grad=True, spare=4000, launches=3),
-    "into main_grad in half precision": dict(main_grad=True, main_dtype=BF16, launches=1),
+    "into main_grad, no arena": dict(main_grad=True, arena=0, launches=3),
+    "into main_grad, an arena for lower halves only": dict(main_grad=True, arena=4000, launches=3),
     "dE alone": dict(wants_weight=False, launches=3),
     "dE alone, few columns": dict(wants_weight=False, v=5, launches=3),
     "dC alone": dict(wants_hidden=False, launches=1),
@@ -101,13 +101,13 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_equals_the_dense_backward(way, options, launches, dtype=BF16):
     settings = dict(
-        n=300, v=600, d=48, hidden_dtype=dtype, main_grad=False, main_dtype=FP32, spare=1 << 18, wants_hidden=True,
-        wants_weight=True, fresh_spare=True,
+        n=300, v=600, d=48, hidden_dtype=dtype, main_grad=False, wants_hidden=True, wants_weight=True,
+        arena=1 << 18 if way.get("main_grad") or not way.get("wants_weight", True) else 0,
     )  # fmt: skip
     settings |= way
     n, d, v = settings["n"], settings["d"], settings["v"]
     problem = Problem(n, v, d, dtype, options)
-    start = torch.randn(v, d).to(settings["main_dtype"]).float() if settings["main_grad"] else torch.zeros(v, d)
+    start = torch.randn(v, d) if settings["main_grad"] else torch.zeros(v, d)
     true_weight, true_bias = start.clone(), torch.ones(v)
     true_hidden = problem.truth(true_weight, true_bias)
 
@@ -115,15 +115,12 @@ def test_equals_the_dense_backward(way, options, launches, dtype=BF16):
         d_hidden = torch.zeros(n, d, dtype=settings["hidden_dtype"]) if settings["wants_hidden"] else None
         d_weight = None
         if settings["wants_weight"]:
-            d_weight = torch.full((v, d), torch.nan, dtype=dtype)
-            if settings["main_grad"]:
-                d_weight = start.to(settings["main_dtype"], copy=True)
+            d_weight = start.clone() if settings["main_grad"] else torch.full((v, d), torch.nan, dtype=dtype)
         d_bias = torch.ones(v)
-        fresh = settings["wants_weight"] and not settings["main_grad"] and settings["fresh_spare"]
-        spare = d_weight if fresh else torch.full((settings["spare"],), torch.nan)
         dense_stream(
             *problem.arguments(), **problem.common(), dense=torch.ones(1, dtype=torch.int32), hidden_grad=d_hidden,
-            weight_grad=d_weight, accumulate=settings["main_grad"], bias_grad=d_bias, spare=spare,
+            weight_grad=d_weight, accumulate=settings["main_grad"], bias_grad=d_bias,
+            arena=torch.full((settings["arena"],), torch.nan),
         )  # fmt: skip
         return d_hidden, d_weight, d_bias
 
@@ -173,7 +170,7 @@ def test_rows_that_count_end_in_any_chunk(weight, n_rows):
     dense_stream(
         *problem.arguments(), **problem.common(), dense=torch.ones(1, dtype=torch.int32), hidden_grad=d_hidden,
         weight_grad=d_weight, accumulate=weight == "main_grad", bias_grad=None,
-        spare=d_weight if weight == "fresh" else torch.full((1 << 16,), torch.nan),
+        arena=torch.full((0 if weight == "fresh" else 1 << 16,), torch.nan),
     )  # fmt: skip
     counts = problem.row_index[:n_rows]
     rest = torch.ones(n, dtype=torch.bool)
@@ -184,14 +181,14 @@ def test_rows_that_count_end_in_any_chunk(weight, n_rows):
         assert relative_error(d_weight, true_weight) < 2**-8 if n_rows else torch.all(d_weight == 0)
 
 
-@pytest.mark.parametrize("hidden_dtype, accumulate", [(BF16, False), (BF16, True), (FP32, True)], ids=str)
-def test_low_rank(hidden_dtype, accumulate, launches):
+@pytest.mark.parametrize("hidden_dtype", [BF16, FP32], ids=str)
+def test_low_rank(hidden_dtype, launches):
     """dC belongs to the second product's weight, in one launch of its own; dE follows in chunks."""
     n, v, d, rank = 300, 400, 48, 12
     problem = Problem(n, v, d, BF16, options=True)
     low = LowRank(torch.randn(n, rank).to(BF16) / 4, torch.randn(v, rank).to(BF16) / 4)
     problem.head = Head(**{**vars(problem.head), "low_rank": low})
-    start = torch.randn(v, rank) if accumulate else torch.zeros(v, rank)
+    start = torch.randn(v, rank)
     true_weight, true_bias, true_hidden, true_low = (
         start.clone(),
         torch.ones(v),
@@ -203,10 +200,10 @@ def test_low_rank(hidden_dtype, accumulate, launches):
         bias_grad=true_bias, hidden_grad_ready=lambda part: None, low_rank_grad=true_low,
     )  # fmt: skip
     d_hidden, d_low, d_bias = torch.zeros(n, d, dtype=hidden_dtype), torch.zeros(n, rank), torch.ones(v)
-    d_weight = start.clone() if accumulate else torch.full((v, rank), torch.nan)
+    d_weight = start.clone()
     dense_stream(
         *problem.arguments(), **problem.common(), dense=torch.ones(1, dtype=torch.int32), hidden_grad=d_hidden,
-        weight_grad=d_weight, accumulate=accumulate, bias_grad=d_bias, spare=torch.full((1 << 18,), torch.nan),
+        weight_grad=d_weight, accumulate=True, bias_grad=d_bias, arena=torch.full((1 << 18,), torch.nan),
         low_rank_grad=d_low,
     )  # fmt: skip
     assert [rows for _, rows, _ in launches] == [(0, 300), (0, 128), (128, 256), (256, 300)]
@@ -215,12 +212,13 @@ def test_low_rank(hidden_dtype, accumulate, launches):
         assert relative_error(ours, truth) < 1e-3
 
 
-SHAPES = {  # (n, d, accumulate), each launch's width of a slice, bytes allocated
-    "fresh": ((8192, 2304, False), [4096, 1024, 1024], 32 << 20),
-    "fresh, few tokens": ((2048, 2304, False), [4096, 4096], 32 << 20),
-    "main_grad": ((8192, 2304, True), [2304] * 4, 0),
-    "main_grad, wide rows": ((8192, 4096, True), [1536] * 4, 0),
-    "main_grad, many tokens": ((65536, 2304, True), [768] * 16, 0),
+SHAPES = {  # (n, d, arena's MiB, accumulate), each launch's width of a slice, bytes allocated
+    "fresh": ((8192, 2304, 20, False), [4096, 1024, 1024], 32 << 20),
+    "fresh, short rows": ((8192, 512, 128, False), [3584, 2560, 2560], 0),
+    "fresh, few tokens": ((2048, 2304, 20, False), [4096, 4096], 32 << 20),
+    "main_grad": ((8192, 2304, 36, True), [2304] * 4, 0),
+    "main_grad, wide rows": ((8192, 4096, 36, True), [1536] * 4, 0),
+    "main_grad, many tokens": ((65536, 2304, 36, True), [768] * 16, 0),
 }
 
 
@@ -228,7 +226,7 @@ SHAPES = {  # (n, d, accumulate), each launch's width of a slice, bytes allocate
 def test_slices_and_memory_of_large_shapes(shape, widths, allocated, monkeypatch):
     """Only planned, on tensors without memory. Beside the counters one ring is allocated, or nothing."""
     monkeypatch.undo()
-    (n, d, accumulate), v = shape, 256000
+    (n, d, arena_mb, accumulate), v = shape, 256000
     found, sizes, empty = [], [], torch.empty
 
     def recorded_empty(*args, **kwargs):
@@ -239,13 +237,13 @@ def test_slices_and_memory_of_large_shapes(shape, widths, allocated, monkeypatch
     with torch.device("meta"):
         hidden, weight, per_row = empty(n, d, dtype=BF16), empty(v, d, dtype=BF16), empty(n)
         d_hidden, d_weight = empty(n, d, dtype=BF16), empty(v, d, dtype=FP32 if accumulate else BF16)
-        spare = empty(36 << 19, dtype=BF16) if accumulate else d_weight
+        arena = empty(arena_mb << 19, dtype=BF16)
         monkeypatch.setattr(torch, "empty", recorded_empty)
         monkeypatch.setattr(module._Stream, "__call__", lambda *args, **_: found.append(args[5].width))
         dense_stream(
             hidden, Head(weight), per_row, per_row, RowGradients(per_row, per_row),
             dense=per_row, n_rows=None, row_index=None, hidden_grad=d_hidden, weight_grad=d_weight,
-            accumulate=accumulate, bias_grad=None, spare=spare,
+            accumulate=accumulate, bias_grad=None, arena=arena,
         )  # fmt: skip
     assert found == widths
     counters = 4 * 17 * (1 + 3 * 500)
@@ -261,7 +259,7 @@ def test_rows_shorter_than_the_alignment(d):
     problem.truth(true_weight, None)
     dense_stream(
         *problem.arguments(), **problem.common(), dense=torch.ones(1, dtype=torch.int32), hidden_grad=d_hidden,
-        weight_grad=d_weight, accumulate=False, bias_grad=None, spare=d_weight,
+        weight_grad=d_weight, accumulate=False, bias_grad=None, arena=torch.empty(0),
     )  # fmt: skip
     assert relative_error(d_weight, true_weight) < 2**-8
 
@@ -271,6 +269,6 @@ def test_nothing_is_touched_unless_the_device_says_so():
     d_hidden, d_weight, d_bias = torch.ones(130, 32, dtype=BF16), torch.ones(300, 32, dtype=BF16), torch.ones(300)
     dense_stream(
         *problem.arguments(), **problem.common(), dense=torch.zeros(1, dtype=torch.int32), hidden_grad=d_hidden,
-        weight_grad=d_weight, accumulate=False, bias_grad=d_bias, spare=d_weight,
+        weight_grad=d_weight, accumulate=False, bias_grad=d_bias, arena=torch.empty(0),
     )  # fmt: skip
     assert all(torch.all(out == 1) for out in (d_hidden, d_weight, d_bias))
