@@ -9,7 +9,7 @@ Where G lives, 256 bytes per pair in half precision, decides between two orders 
 - dC fresh in half precision: one round. dC's own storage is free until dC is written, so G lies at its end, with
   EXTRA_BYTES or more behind it, and is consumed from the front while finished slabs of dC overwrite it. The fp32 sums
   are a ring of parts of dC (`packed_stream`); columns before G that one super-block keeps, or most of them, need none
-  and are computed beside dE (`column_kinds`, `packed_direct`). Beyond the gradients, G takes MOST_EXTRA_BYTES at
+  and are computed beside dE (`column_kinds`, `packed_direct`). Beyond the gradients, G takes SHORT_ROWS_BYTES at
   most.
 - fp32 dC or main_grad (or dE alone, or a low-rank dC): G has an arena of ARENA_BYTES; rounds take as many super-blocks
   as fit. Each round finishes dE of its rows; dC is added to in fp32. Deterministic and half precision: into an fp32

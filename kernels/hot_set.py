@@ -23,7 +23,7 @@ from .problem import Head, HotSet, HotSplits
 from .tiles import ceil_div, compute_dtype, load_scale, logits_of, multiprocessors, scale_tensor
 from .units import LOG2E
 
-HOT_COLUMNS = 1024
+HOT_COLUMNS = 512
 ROWS, BLOCK = 16, 128  # tokens of a program, and hot columns at a time
 MAX_ROWS = 16384  # tokens per [tokens, HOT_COLUMNS] block of fp32 logits: 64 MiB
 

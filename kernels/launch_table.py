@@ -49,6 +49,7 @@ TABLE: dict[tuple[str, int], dict[str, Tile]] = {
 }
 
 
+@functools.cache  # a step asks for it twenty times
 def capability(device: torch.device) -> int:
     """Major compute capability of NVIDIA's; 0 of AMD's; 9 for Triton's interpreter."""
     if device.type != "cuda":

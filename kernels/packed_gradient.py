@@ -116,6 +116,8 @@ def packed_gradient_kernel(
             pair = first_pair + offs_n
             column = tl.load(list_ptr + pair, mask=inside, other=0)
             weight = weight_ptr + column.to(tl.int64)[None, :] * stride_weight + offs_k[:, None]
+            if bias_ptr is not None:  # loaded before the product, which hides how long a gather takes
+                bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
             acc = tl.zeros((128, BLOCK_N), tl.float32)
             for k in range(0, D, BLOCK_K):
                 if TMA_HIDDEN:
@@ -136,7 +138,7 @@ def packed_gradient_kernel(
                     acc, low_hidden_ptr, low_weight_ptr, rows, valid, column, inside, RANK, dtype, PRECISION
                 )
             if bias_ptr is not None:
-                acc += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+                acc += bias[None, :]
             x = acc * scale
             if HAS_SOFTCAP:
                 x = soft_capped(x, softcap)

@@ -18,7 +18,7 @@ SUPER_BLOCK = 4  # row blocks that share a coin
 MAX_ROUNDS = 12
 ARENA_BYTES = 36 << 20  # G of one round, where it has memory of its own
 EXTRA_BYTES = 20 << 20  # G behind dC's storage: the last group's has no later columns to lie in
-MOST_EXTRA_BYTES = 128 << 20  # where N is more than ten times D, so that dC's storage holds less than USUAL_DENSITY
+SHORT_ROWS_BYTES = 128 << 20  # the same where dC's storage alone holds G of less than USUAL_DENSITY: N over ten D
 USUAL_DENSITY = 0.1  # of marked pairs
 GROUP_DENSITY = 0.07  # of marked pairs, up to which the last group's G fits behind dC (to 73,000 tokens in half)
 SPARSE_GROUP, DENSE_GROUP = 16384, 4096  # most columns of a group: below LARGE_VOCABULARY more of them are kept
@@ -66,8 +66,9 @@ def plan_layout(bits, n_rows, n, n_columns, d, dtype, storage) -> Layout:
     row_bytes = ROW_BLOCK * dtype.itemsize
     extra_bytes = EXTRA_BYTES
     if storage is not None:
-        missing = int(USUAL_DENSITY * n_blocks * n_columns * row_bytes) - storage.numel() * storage.element_size()
-        extra_bytes = max(EXTRA_BYTES, min(missing, MOST_EXTRA_BYTES))
+        usual_bytes = USUAL_DENSITY * n_blocks * n_columns * row_bytes
+        if usual_bytes > storage.numel() * storage.element_size():
+            extra_bytes = SHORT_ROWS_BYTES
     fitting = int(extra_bytes / (GROUP_DENSITY * max(n_blocks, 1) * row_bytes))
     most = SPARSE_GROUP if n_columns >= LARGE_VOCABULARY else DENSE_GROUP
     group_columns = min(most, max(1 << fitting.bit_length() >> 1, 32 * LIST_BLOCK))

@@ -14,6 +14,8 @@ hot items are long, is the other way round (0.78 against 0.88).
 The parts of a ring take RING * SLAB_COLUMNS * BLOCK_D * 4 = 32 MiB, which stays in L2.
 """
 
+import functools
+
 import torch
 
 from . import launch_table
@@ -65,6 +67,7 @@ def packed_launch(kernel: str, device: torch.device, dtype: torch.dtype) -> tupl
     return processors * launch_processors(device), parameters
 
 
+@functools.cache
 def launch_processors(device: torch.device) -> int:
     """Multiprocessors; Triton's interpreter runs programs one after another and needs no more than two."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

@@ -11,6 +11,7 @@ row stride multiples of 16 bytes), through masked loads at int64 addresses other
 Columns and tiles are numbered on grid axis 0: the others end at 65535, which row blocks alone stay below.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -186,6 +187,7 @@ class Source:
         self.source = TensorDescriptor.from_tensor(matrix, [rows, cols]) if self.tma else matrix
 
 
+@functools.cache
 def has_tma(device: torch.device) -> bool:
     if triton.knobs.runtime.interpret:
         return True
@@ -203,6 +205,7 @@ def fits_tma(matrix: Tensor) -> bool:
     )
 
 
+@functools.cache
 def multiprocessors(device: torch.device) -> int:
     """How many programs of one per multiprocessor run side by side."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -179,7 +179,8 @@ def test_columns_that_need_no_sums_go_to_dc_directly(options, monkeypatch):
         expected = super_blocks(problem.scale > 0).any(1).sum(0) == 1
         while not expected[(at := (v * d // 128 - (n_pairs - extra_rows)) * 128 // d) - 1] & expected[at]:
             extra_rows += 1
-    monkeypatch.setattr(packed_layout, "EXTRA_BYTES", extra_rows * 256)
+    for name in ("EXTRA_BYTES", "SHORT_ROWS_BYTES"):
+        monkeypatch.setattr(packed_layout, name, extra_rows * 256)
     seen = []
     direct_columns = backward_packed._Work.direct_columns
     monkeypatch.setattr(
