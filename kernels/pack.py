@@ -96,8 +96,9 @@ def plan_rounds_kernel(
     So the last round has work: dE is complete before the last of dC is made, and its collective can run meanwhile.
     """
     base = tl.zeros((), tl.int64)  # of the super-block's pairs, once the loop below has come to it
-    for s in range(n_super):
-        base += tl.load(super_counts_ptr + s)
+    for first in range(0, n_super, 128):
+        s = first + tl.arange(0, 128)
+        base += tl.sum(tl.load(super_counts_ptr + s, mask=s < n_super, other=0), 0)
     used = tl.zeros((), tl.int64)
     last = n_blocks
     at = n_rounds - 1

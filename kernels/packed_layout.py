@@ -16,7 +16,8 @@ from .packed_table import launch_processors
 
 SUPER_BLOCK = 4  # row blocks that share a coin
 MAX_ROUNDS = 12
-ARENA_BYTES = 36 << 20  # G of one round, where it has memory of its own
+ARENA_BYTES = 36 << 20  # G of one round, where it has memory of its own, for each ARENA_ROWS tokens begun
+ARENA_ROWS = 8192
 EXTRA_BYTES = 20 << 20  # G behind dC's storage: the last group's has no later columns to lie in
 SHORT_ROWS_BYTES = 128 << 20  # the same where dC's storage alone holds G of less than USUAL_DENSITY: N over ten D
 USUAL_DENSITY = 0.1  # of marked pairs
@@ -82,7 +83,8 @@ def plan_layout(bits, n_rows, n, n_columns, d, dtype, storage) -> Layout:
         capacity = int(min(max(MIN_LIST, USUAL_DENSITY * every_pair), MAX_DENSITY * every_pair + 2048, every_pair))
         list_pairs = round_pairs = capacity
     else:
-        extra_rows = capacity = round_pairs = min(ARENA_BYTES // row_bytes, every_pair)
+        arena_bytes = ARENA_BYTES * triton.cdiv(n, ARENA_ROWS)
+        extra_rows = capacity = round_pairs = min(arena_bytes // row_bytes, every_pair)
         n_rounds = min(MAX_ROUNDS, n_super, triton.cdiv(every_pair, capacity))
         list_pairs = min(n_rounds * capacity, every_pair)
 

@@ -5,7 +5,7 @@
     python launch/bench/megatron_h200x2.py train --corpus corpus.npz --steps 100     both losses, both vocabularies
 
 Each measurement is a torchrun of megatron_head.py or megatron_train.py. A training run goes on with larger and larger
-micro-batches until the memory ends: rows of part `largest`. Rows go into launch/bench/results/h200x2-megatron.json,
+micro-batches until the memory, or GROW, ends: rows of part `largest`. Rows go into launch/bench/results/h200x2-megatron.json,
 replacing older rows of the same measurement; loss curves into the .png beside it. Needs megatron-core; Apple's CCE
 takes part where its main branch is installed.
 
@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "h200x2-megatron.json"
 IDENTITY = ("part", "model", "method", "loss", "vocabulary", "micro_batch")
 LOSSES = ("megatron", "vpcce")
-GROW = (16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 128)
+GROW = (24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 136, 144, 152, 160)
 ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -75,13 +75,11 @@ def train(arguments) -> None:
             rows = train_rows(arguments, loss, vocabulary)
             save([row for row in rows if row["part"] == "train"])
             grown = [row for row in rows if row["part"] == "grow"]
-            if "error" not in (grown or [{}])[-1]:
-                print(f"{loss}, V = {vocabulary}: the memory has not ended, no row of the largest micro-batch")
-                continue
             fitting = [row for row in grown if "error" not in row]
             best = max(fitting, key=lambda row: row["micro_batch"], default={})
             size, peak = best.get("micro_batch"), best.get("peak_mb")
-            save([dict(part="largest", loss=loss, vocabulary=vocabulary, largest_micro_batch=size, peak_mb=peak)])
+            largest = dict(part="largest", loss=loss, vocabulary=vocabulary, largest_micro_batch=size, peak_mb=peak)
+            save([largest | dict(memory_ended=len(fitting) < len(grown))])
     plot()
 
 
