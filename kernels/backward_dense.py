@@ -232,6 +232,7 @@ class _DenseRun:
         self.for_product: Tile = tiles[1] if tiles else launch_parameters("product", hidden.device, self.dtype)
         if filter_eps is not None and self.for_gradient.block_n < 128:
             self.for_gradient = replace(self.for_gradient, block_n=128, num_stages=2)  # the filter's tiles are square
+        self.for_gradient = self.for_gradient.of_depth(self.d)
 
     def gradient(self, grad: Tensor, weight: Tensor, start: int, stop: int, block_sums: Tensor | None) -> None:
         head, rows, t = self.head, self.rows, self.for_gradient

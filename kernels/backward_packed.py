@@ -7,13 +7,12 @@
 Where G lives, 256 bytes per pair in half precision, decides between two orders of work:
 
 - dC fresh in half precision: one round. dC's own storage is free until dC is written, so G lies at its end, with
-  EXTRA_BYTES or more behind it, and is consumed from the front while finished slabs of dC overwrite it. The fp32 sums
+  EXTRA_BYTES or SHORT_ROWS_BYTES behind it, and is consumed from the front while finished slabs of dC overwrite it. The fp32 sums
   are a ring of parts of dC (`packed_stream`); columns before G that one super-block keeps, or most of them, need none
-  and are computed beside dE (`column_kinds`, `packed_direct`). Beyond the gradients, G takes SHORT_ROWS_BYTES at
-  most.
-- fp32 dC or main_grad (or dE alone, or a low-rank dC): G has an arena of ARENA_BYTES; rounds take as many super-blocks
-  as fit. Each round finishes dE of its rows; dC is added to in fp32. Deterministic and half precision: into an fp32
-  copy of dC.
+  and are computed beside dE (`column_kinds`, `packed_direct`).
+- fp32 dC or main_grad (or dE alone, or a low-rank dC): G has an arena of ARENA_BYTES for ARENA_ROWS tokens; rounds take
+  as many super-blocks as fit. Each finishes dE of its rows; dC is added to in fp32. The last round is a full one, so
+  that dE's collective runs under its dC. Deterministic and half precision: into an fp32 copy of dC.
 
 How many pairs there are is known on the device only. If they do not fit, or are so many that the dense product is
 cheaper, the plan's rounds are empty and the flag `dense` starts `dense_stream` in their place.

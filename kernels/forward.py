@@ -312,7 +312,7 @@ def forward_stats(
         return LocalStats(packed, layout, head.start, marks)
 
     dtype = compute_dtype(hidden, head)
-    tile = tile or launch_parameters("forward", device, dtype)
+    tile = (tile or launch_parameters("forward", device, dtype)).of_depth(hidden.shape[1])
     n_blocks = ceil_div(n, tile.block_m)
     processors = multiprocessors(device)
     splits, tiles_per_split = plan_splits(n, n_columns, tile, processors, splits)

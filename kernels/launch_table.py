@@ -69,7 +69,7 @@ def launch_parameters(kernel: str, device: torch.device, dtype: torch.dtype) -> 
 
 
 def sums_by_product(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `store_row_sum` takes the tensor cores; elsewhere its operand finds no room in shared memory."""
+    """Whether `store_row_sum` may take the tensor cores; elsewhere its operand finds no room in shared memory."""
     return dtype != torch.float32 and capability(device) in (8, 9)
 
 

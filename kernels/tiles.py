@@ -12,7 +12,7 @@ Columns and tiles are numbered on grid axis 0: the others end at 65535, which ro
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -176,6 +176,10 @@ class Tile:
     block_k: int
     num_warps: int
     num_stages: int
+
+    def of_depth(self, d: int) -> "Tile":
+        """For a product over d elements: stages beyond its steps and one more only take shared memory."""
+        return replace(self, num_stages=min(self.num_stages, ceil_div(d, self.block_k) + 1))
 
 
 class Source:

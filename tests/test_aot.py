@@ -51,6 +51,10 @@ CASES = {
     "bias": Case(torch.bfloat16, vpcce.exact(), bias=True),
     # Triton 3.9 spills 144 bytes, 3.6 none.
     "bias, marks and lists": Case(torch.bfloat16, vpcce.sampled(), bias=True, common=False),
+    # Tiles of one step keep more of other memory.
+    "one step of D, bias": Case(torch.bfloat16, vpcce.exact(), bias=True, d=64, common=False),
+    "one step of D, bias and low rank": Case(torch.bfloat16, vpcce.exact(), bias=True, d=64, rank=12, common=False),
+    "one step of D, marks and lists": Case(torch.bfloat16, vpcce.sampled(), options=True, d=64, common=False),
     "odd D": Case(torch.bfloat16, vpcce.exact(), d=123, common=False),
     "odd D, fp32": Case(torch.float32, vpcce.exact(), d=123, common=False),
     "every option": Case(torch.bfloat16, vpcce.exact(), options=True, common=False),

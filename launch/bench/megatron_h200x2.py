@@ -5,7 +5,7 @@
     python launch/bench/megatron_h200x2.py train --corpus corpus.npz --steps 100     both losses, both vocabularies
 
 Each measurement is a torchrun of megatron_head.py or megatron_train.py. A training run goes on with larger and larger
-micro-batches until the memory, or GROW, ends: rows of part `largest`. Rows go into launch/bench/results/h200x2-megatron.json,
+micro-batches until the memory ends, or GROW: rows of part `largest`. Rows go into results/h200x2-megatron.json here,
 replacing older rows of the same measurement; loss curves into the .png beside it. Needs megatron-core; Apple's CCE
 takes part where its main branch is installed.
 
