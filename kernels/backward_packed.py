@@ -7,9 +7,9 @@
 Where G lives, 256 bytes per pair in half precision, decides between two orders of work:
 
 - dC fresh in half precision: one round. dC's own storage is free until dC is written, so G lies at its end, with
-  EXTRA_BYTES or SHORT_ROWS_BYTES behind it, and is consumed from the front while finished slabs of dC overwrite it. The fp32 sums
-  are a ring of parts of dC (`packed_stream`); columns before G that one super-block keeps, or most of them, need none
-  and are computed beside dE (`column_kinds`, `packed_direct`).
+  EXTRA_BYTES or SHORT_ROWS_BYTES behind it, and is consumed from the front while finished slabs of dC overwrite it. The
+  fp32 sums are a ring of parts of dC (`packed_stream`); columns before G that one super-block keeps, or most of them,
+  need none and are computed beside dE (`column_kinds`, `packed_direct`).
 - fp32 dC or main_grad (or dE alone, or a low-rank dC): G has an arena of ARENA_BYTES for ARENA_ROWS tokens; rounds take
   as many super-blocks as fit. Each finishes dE of its rows; dC is added to in fp32. The last round is a full one, so
   that dE's collective runs under its dC. Deterministic and half precision: into an fp32 copy of dC.
