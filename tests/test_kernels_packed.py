@@ -4,6 +4,7 @@ Both toss the same coins, so the gradient is compared draw by draw, not on avera
 allow: the interpreter takes about 2 ms a loop step whatever a step's size.
 """
 
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -249,6 +250,50 @@ def test_main_grad_is_added_to_in_rounds(monkeypatch):
     d_hidden, nothing, _ = problem.run(main_grad=main_grad)
     assert nothing is None
     problem.check(d_hidden, main_grad.double() - before.double(), 1e-4)  # rounding of the fp32 sum with `before`
+
+
+def test_hidden_grad_is_ready_before_the_last_weight_grad(monkeypatch):
+    """Its collective runs under that product, which is one of the two rounds that have work, not an empty one."""
+    problem = Problem(1300, 1500, 64, torch.float32, n_rows=1200)
+    per_super_block = marks.unpack_marks(problem.marks.bits, 1500).sum(1).view(-1)
+    most = max(int(per_super_block[i : i + 4].sum()) for i in (0, 4, 8))
+    monkeypatch.setattr(packed_layout, "ARENA_BYTES", int(2.2 * most) * 512)
+    order, weight_grad = [], backward_packed._Work.weight_grad
+
+    def recorded(work, r, out):
+        order.append(int(work.layout.plan[r, pack.PLAN_LAST.value] - work.layout.plan[r, pack.PLAN_FIRST.value]))
+        weight_grad(work, r, out)
+
+    monkeypatch.setattr(backward_packed._Work, "weight_grad", recorded)
+    ready = SimpleNamespace(append=lambda grad: order.append("dE"))
+    problem._backward(ready, False, torch.zeros(1500, 64), False, True, True)
+    assert order[-2:] == ["dE", 7] and sum(order[:-2]) == 4  # row blocks of eleven
+
+
+@pytest.mark.parametrize("n_super, capacity", [(1, 40), (5, 40), (5, 39), (12, 100), (300, 1500), (300, 800)])
+def test_rounds_are_filled_from_the_last(n_super, capacity):
+    n_rounds, n_blocks = 6, 4 * n_super - 2
+    counts = torch.randint(0, 40, (n_super,), generator=torch.Generator().manual_seed(n_super))
+    counts[0] = 40
+    counts[n_super // 2] = 0
+    expected, last, used = [], n_blocks, 0
+    for s in reversed(range(n_super)):
+        n = int(counts[s])
+        if used + n > capacity:
+            expected.insert(0, (4 * (s + 1), last))
+            last, used = 4 * (s + 1), 0
+        used += n
+    expected.insert(0, (0, last))
+    fits = counts.max() <= capacity and len(expected) <= n_rounds
+    plan, dense = torch.zeros(n_rounds, pack.PLAN_FIELDS, dtype=torch.int64), torch.full((1,), -1, dtype=torch.int32)
+    pack.plan_rounds_kernel[(1,)](counts, plan, dense, n_super, n_blocks, capacity, n_rounds, pack.PLAN_FIELDS)
+    assert dense.item() == (not fits)
+    if not fits:
+        assert not plan.any()
+        return
+    first, stop, base = plan[n_rounds - len(expected) :, :3].unbind(1)
+    assert list(zip(first.tolist(), stop.tolist(), strict=True)) == expected and not plan[: -len(expected)].any()
+    assert base.tolist() == [int(counts[: start // 4].sum()) for start, _ in expected]
 
 
 def test_deterministic():
