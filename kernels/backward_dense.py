@@ -69,7 +69,7 @@ def gradient_kernel(
     unit_ptr,  # [] or None
     n_rows_ptr,  # [1] int32 or None
     grad,  # [N, width] out, descriptor or pointer
-    block_sum_ptr,  # [row blocks, width] fp32 out, or None: sums of G over the tokens of a row block that counts
+    block_sum_ptr,  # [row blocks, width] fp32 out, or None: sums over a row block of G, rounded if SUMS_BY_PRODUCT
     n,
     width,
     first_column,

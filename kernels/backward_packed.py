@@ -91,8 +91,10 @@ def packed_backward(
     sums = None  # what dC is added into, fp32
     if weight_grad and not in_place:
         sums = total
-        if main_grad is None or total.dtype != torch.float32:
+        if total.dtype != torch.float32:
             sums = torch.zeros(total.shape, dtype=torch.float32, device=device)
+        elif main_grad is None:
+            sums.zero_()
     layout = plan_layout(marks.bits, n_rows, n, n_columns, d, dtype, d_weight if in_place else None)
     work = _Work(hidden, head, target, lse, rows, n_rows, row_index, policy, marks, layout, dtype, bias_grad)
     columns = work.direct_columns() if in_place else None

@@ -41,7 +41,7 @@ from .tiles import (
     scale_tensor,
 )
 
-RING_BYTES = 32 << 20  # a ring in memory of its own beside a fresh dC; half as many beside sums
+RING_BYTES = 32 << 20  # a ring in memory of its own beside a fresh dC; half as many where `accumulate`
 MIN_WIDTH = 512  # columns of a slice, whatever they take
 WIDE = 4096  # columns of a slice, however much memory there is, unless RING_BYTES have room for more
 WIDE_SLOTS, NARROW_SLOTS = 3, 2  # slices in a ring, see the kernel
@@ -83,7 +83,7 @@ def dense_stream(
         if weight_grad is not None or bias_grad is not None:
             run(None, None, weight_grad, bias_grad, run.ring_in(free, run.n, own_bytes), accumulate=accumulate)
         return
-    size = run.chunk_rows() if weight_grad is None or accumulate else run.n
+    size = run.chunk_rows()
     lower_half = None
     if hidden_grad.dtype != torch.float32:
         lower_half, free = run.lower_half_in(free, size)

@@ -64,7 +64,7 @@ def packed_gradient_kernel(
     plan_ptr,  # this round's row of the plan
     list_ptr,  # [pairs] int32
     keep_ptr,  # [pairs of a round] int8 out
-    pair_sum_ptr,  # [pairs of a round] fp32 out, or None: sums of G over a pair's tokens
+    pair_sum_ptr,  # [pairs of a round] fp32 out, or None: sums of G, rounded if SUMS_BY_PRODUCT
     storage_ptr,  # G, first part
     extra_ptr,  # G, second part
     n,

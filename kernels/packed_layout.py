@@ -19,7 +19,7 @@ MAX_ROUNDS = 12
 ARENA_BYTES = 36 << 20  # G of one round, where it has memory of its own, for each ARENA_ROWS tokens begun
 ARENA_ROWS = 8192
 EXTRA_BYTES = 20 << 20  # G behind dC's storage: the last group's has no later columns to lie in
-SHORT_ROWS_BYTES = 128 << 20  # the same where dC's storage alone holds G of less than USUAL_DENSITY: N over ten D
+SHORT_ROWS_BYTES = 128 << 20  # at most, and no more than dC, where dC alone holds G of less than USUAL_DENSITY
 USUAL_DENSITY = 0.1  # of marked pairs
 GROUP_DENSITY = 0.07  # of marked pairs, up to which the last group's G fits behind dC (to 73,000 tokens in half)
 SPARSE_GROUP, DENSE_GROUP = 16384, 4096  # most columns of a group: below LARGE_VOCABULARY more of them are kept
@@ -67,9 +67,9 @@ def plan_layout(bits, n_rows, n, n_columns, d, dtype, storage) -> Layout:
     row_bytes = ROW_BLOCK * dtype.itemsize
     extra_bytes = EXTRA_BYTES
     if storage is not None:
-        usual_bytes = USUAL_DENSITY * n_blocks * n_columns * row_bytes
-        if usual_bytes > storage.numel() * storage.element_size():
-            extra_bytes = SHORT_ROWS_BYTES
+        storage_bytes = storage.numel() * storage.element_size()
+        if USUAL_DENSITY * n_blocks * n_columns * row_bytes > storage_bytes:  # N over ten D
+            extra_bytes = max(EXTRA_BYTES, min(SHORT_ROWS_BYTES, storage_bytes))
     fitting = int(extra_bytes / (GROUP_DENSITY * max(n_blocks, 1) * row_bytes))
     most = SPARSE_GROUP if n_columns >= LARGE_VOCABULARY else DENSE_GROUP
     group_columns = min(most, max(1 << fitting.bit_length() >> 1, 32 * LIST_BLOCK))
@@ -78,10 +78,10 @@ def plan_layout(bits, n_rows, n, n_columns, d, dtype, storage) -> Layout:
     slab_columns = min(SLAB_COLUMNS, group_columns, max(triton.next_power_of_2(n_columns), WORD_TILE))
     if storage is not None:
         n_rounds = 1
-        extra_rows = min(extra_bytes // row_bytes, every_pair)
-        storage_rows = storage.numel() * storage.element_size() // row_bytes
+        storage_rows = storage_bytes // row_bytes
         capacity = int(min(max(MIN_LIST, USUAL_DENSITY * every_pair), MAX_DENSITY * every_pair + 2048, every_pair))
         list_pairs = round_pairs = capacity
+        extra_rows = min(extra_bytes // row_bytes, capacity)
     else:
         arena_bytes = ARENA_BYTES * triton.cdiv(n, ARENA_ROWS)
         extra_rows = capacity = round_pairs = min(arena_bytes // row_bytes, every_pair)

@@ -253,7 +253,7 @@ def test_main_grad_is_added_to_in_rounds(monkeypatch):
 
 
 def test_hidden_grad_is_ready_before_the_last_weight_grad(monkeypatch):
-    """Its collective runs under that product, which is one of the two rounds that have work, not an empty one."""
+    """Its collective runs under that product, whose round is one of the two that have work, not an empty one."""
     problem = Problem(1300, 1500, 64, torch.float32, n_rows=1200)
     per_super_block = marks.unpack_marks(problem.marks.bits, 1500).sum(1).view(-1)
     most = max(int(per_super_block[i : i + 4].sum()) for i in (0, 4, 8))
@@ -268,6 +268,39 @@ def test_hidden_grad_is_ready_before_the_last_weight_grad(monkeypatch):
     ready = SimpleNamespace(append=lambda grad: order.append("dE"))
     problem._backward(ready, False, torch.zeros(1500, 64), False, True, True)
     assert order[-2:] == ["dE", 7] and sum(order[:-2]) == 4  # row blocks of eleven
+
+    order.clear()
+    stream = backward_packed._Work.weight_grad_stream
+    monkeypatch.setattr(
+        backward_packed._Work, "weight_grad_stream", lambda *args: order.append("stream") or stream(*args)
+    )
+    Problem(600, 1500, 64, torch.float16)._backward(ready, False, None, False, True, True)
+    assert order == ["dE", "stream"]
+
+
+LAYOUTS = {  # (n, v, d, into dC's own storage), G's memory beside it in MiB, rounds
+    "fresh": ((8192, 256000, 2304, True), 20, 1),
+    "fresh, short rows": ((8192, 131072, 512, True), 128, 1),
+    "fresh, short rows, a small dC": ((2048, 50304, 128, True), 20, 1),
+    "fresh, fewer pairs": ((11, 256000, 128, True), 20, 1),
+    "fresh, fewer pairs than that": ((11, 65536, 128, True), 6, 1),
+    "main_grad": ((8192, 256000, 2304, False), 36, 12),
+    "main_grad, many tokens": ((98304, 65536, 2048, False), 432, 12),
+    "main_grad, few pairs": ((512, 1000, 64, False), 1, 1),
+}
+
+
+@pytest.mark.parametrize("shape, arena_mb, rounds", LAYOUTS.values(), ids=LAYOUTS)
+def test_memory_grows_with_the_tokens_that_need_it(shape, arena_mb, rounds, monkeypatch):
+    monkeypatch.undo()
+    n, v, d, in_place = shape
+    kernels = {name: mock.MagicMock() for name in ("count_kernel", "plan_in_place_kernel", "plan_rounds_kernel")}
+    with torch.device("meta"), mock.patch.multiple(pack, **kernels):
+        bits = torch.empty(marks.marks_shape(n, v), dtype=torch.int32)
+        storage = torch.empty(v, d, dtype=torch.bfloat16) if in_place else None
+        layout = packed_layout.plan_layout(bits, None, n, v, d, torch.bfloat16, storage)
+    assert round(layout.extra.nbytes / 2**20) == arena_mb and len(layout.plan) == rounds
+    assert layout.list_pairs * 256 >= layout.extra.nbytes
 
 
 @pytest.mark.parametrize("n_super, capacity", [(1, 40), (5, 40), (5, 39), (12, 100), (300, 1500), (300, 800)])

@@ -75,6 +75,8 @@ def train(arguments) -> None:
             rows = train_rows(arguments, loss, vocabulary)
             save([row for row in rows if row["part"] == "train"])
             grown = [row for row in rows if row["part"] == "grow"]
+            if not grown:
+                continue
             fitting = [row for row in grown if "error" not in row]
             best = max(fitting, key=lambda row: row["micro_batch"], default={})
             size, peak = best.get("micro_batch"), best.get("peak_mb")
