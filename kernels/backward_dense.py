@@ -225,7 +225,7 @@ class _DenseRun:
         self.n_rows, self.filter_eps = n_rows, filter_eps
         self.n, self.d = hidden.shape
         self.dtype = compute_dtype(hidden, head)
-        self.unit = gradient_unit(rows, self.dtype)
+        self.unit = gradient_unit(rows, head, self.dtype)
         self.scale = scale_tensor(head)
         self.programs = multiprocessors(hidden.device)
         self.for_gradient: Tile = tiles[0] if tiles else launch_parameters("gradient", hidden.device, self.dtype)

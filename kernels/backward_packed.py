@@ -149,7 +149,7 @@ class _Work:
         self.precision = "ieee" if dtype == torch.float32 else "tf32"  # ignored for half operands
         scale = head.scale
         self.scale = scale if isinstance(scale, Tensor) else torch.full((), scale, dtype=torch.float32, device=device)
-        self.unit = gradient_unit(rows, dtype)
+        self.unit = gradient_unit(rows, head, dtype)
         self._prepare_constant()
 
         def ints(*shape):

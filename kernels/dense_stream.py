@@ -143,7 +143,7 @@ class _Stream:
         self.dense, self.n_rows = dense, n_rows
         self.n, self.d = hidden.shape
         self.dtype = compute_dtype(hidden, head)
-        self.unit = gradient_unit(rows, self.dtype)
+        self.unit = gradient_unit(rows, head, self.dtype)
         self.scale = scale_tensor(head)
         self.programs = multiprocessors(hidden.device)
         self.tile = launch_parameters("gradient", hidden.device, self.dtype)

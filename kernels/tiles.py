@@ -245,12 +245,14 @@ def low_rank_arguments(head: Head, columns: slice = slice(None)) -> tuple[Tensor
 TL_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-def gradient_unit(rows: RowGradients, dtype: torch.dtype) -> Tensor | None:
-    """0-dim fp32: what G is stored in multiples of, so that fp16 does not underflow; None for other dtypes.
+def gradient_unit(rows: RowGradients, head: Head, dtype: torch.dtype) -> Tensor | None:
+    """0-dim fp32: what G is stored in multiples of, so that fp16 has room for it; None for other dtypes.
 
     The mean over 8192 tokens multiplies gradients with 1e-4, and fp16 ends at 6e-8.
     """
     if dtype != torch.float16:
         return None
     given = [part for part in (rows.softmax, rows.target, rows.softmax_logit, rows.constant) if part is not None]
-    return torch.stack([part.abs().amax() for part in given]).amax().clamp(min=1e-30)
+    largest = torch.stack([part.abs().amax() for part in given]).amax().clamp(min=1e-30)
+    scale = head.scale.abs() if isinstance(head.scale, Tensor) else abs(head.scale)
+    return (largest * scale).clamp(min=1e-36)

@@ -166,3 +166,42 @@ def test_two_ranks():
         torch.testing.assert_close(torch.from_numpy(loss).double(), plain.detach(), rtol=1e-5, atol=1e-6)
         for ours, expected in ((e, d_hidden), (c, d_weight[rows]), (b, d_bias[rows])):
             assert (torch.from_numpy(ours).double() - expected).norm() <= 1e-4 * expected.norm()
+
+
+@pytest.mark.parametrize("backward", [vpcce.exact(), vpcce.sampled(1e-30)], ids=str)
+def test_layouts_of_bias_class_weight_and_ids(backward):
+    """A column of a matrix, one number for all, ids of a transposed matrix: the same as their contiguous copies."""
+    hidden, weight = torch.randn(40, 16), torch.randn(90, 16)
+    target, ids = torch.randint(90, (40,)), torch.randint(90, (3, 40)).T
+
+    def gradients(bias, class_weight, ids):
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+        loss = vpcce.linear_cross_entropy(
+            *leaves, target, bias=bias, class_weight=class_weight, label_smoothing=0.2, backward=backward
+        )
+        (loss - vpcce.linear_logprobs(*leaves, ids, bias=bias, ignore_index=None).mean()).backward()
+        return [loss.detach(), *(leaf.grad for leaf in leaves)]
+
+    for bias in (torch.randn(90, 2)[:, 0], torch.randn(1).expand(90)):
+        given = bias, torch.rand(90, 2)[:, 1], ids
+        ours, expected = gradients(*given), gradients(*(x.contiguous() for x in given))
+        assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-8, 1e5])
+@pytest.mark.parametrize("backward", [vpcce.exact(), vpcce.sampled(1e-30)], ids=str)
+def test_scales_far_from_1_in_half_precision(backward, scale):
+    """G holds the scale, for which fp16 has no room by itself."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, generator=generator).half() for n in (20, 90))
+    target = torch.randint(90, (20,), generator=generator)
+    if scale > 1:
+        hidden = hidden / 1024
+        weight = weight / 64
+    ours = [x.clone().requires_grad_() for x in (hidden, weight, torch.tensor(scale))]
+    true = [x.detach().double().requires_grad_() for x in ours]
+    vpcce.linear_cross_entropy(*ours[:2], target, logit_scale=ours[2], backward=backward).backward()
+    torch.nn.functional.cross_entropy(true[2] * (true[0] @ true[1].T), target).backward()
+    compared = slice(None) if scale > 1 else slice(2, None)  # dE and dC of the small ones are 0 in fp16
+    for leaf, expected in zip(ours[compared], true[compared], strict=True):
+        assert (leaf.grad.double() - expected.grad).norm() < 3e-3 * expected.grad.norm()

@@ -338,3 +338,22 @@ def test_topk_in_blocks_and_layouts(monkeypatch):
         vpcce.linear_topk(hidden, weight, None)
     with pytest.raises(ValueError, match="at most the vocabulary's 8 ids, got 9"):
         vpcce.linear_topk(hidden, weight[:8], 9)
+
+
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_the_filter_without_a_token_that_counts(tokens):
+    hidden, weight = (torch.randn(rows, 8, requires_grad=True) for rows in (tokens, 30))
+    vpcce.linear_cross_entropy(hidden, weight, torch.full((tokens,), -100), backward=vpcce.filtered()).backward()
+    assert not hidden.grad.any() and not weight.grad.any()
+
+
+def test_a_softcap_with_label_smoothing_is_exact_under_any_policy():
+    hidden, weight = (torch.randn(rows, 16, dtype=torch.float64, requires_grad=True) for rows in (140, 300))
+    target = torch.randint(300, (140,))
+
+    def gradients(backward):
+        loss = vpcce.linear_cross_entropy(hidden, weight, target, softcap=5.0, label_smoothing=0.1, backward=backward)
+        return torch.autograd.grad(loss, (hidden, weight))
+
+    for ours, truth_ in zip(gradients(vpcce.sampled(1.0)), gradients(vpcce.exact()), strict=True):
+        torch.testing.assert_close(ours, truth_)

@@ -138,10 +138,12 @@ def prepare(
     return Arguments(
         hidden=hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1]),
         weight=weight,
-        target=_flat(target, per_token).to(torch.int64),
-        bias=bias,
+        target=_flat(target, per_token).to(torch.int64).contiguous(),
+        bias=None if bias is None else bias.contiguous(),
         scale=logit_scale if isinstance(logit_scale, Tensor) else None,
-        class_weight=None if class_weight is None else class_weight.detach().to(_stats_dtype(hidden, weight)),
+        class_weight=None
+        if class_weight is None
+        else class_weight.detach().to(_stats_dtype(hidden, weight)).contiguous(),
         logit_scale=1.0 if isinstance(logit_scale, Tensor) else logit_scale,
         softcap=softcap,
         main_grad=main_grad,

@@ -24,6 +24,7 @@ from vpcce.kernels.problem import (
     Sampling,
     weight_factors,
 )
+from vpcce.policy import exact
 
 # Numbers in one [N, width] block of logits: 8 MiB in fp32.
 BLOCK_NUMEL = 2**21
@@ -123,6 +124,11 @@ def local_backward(
     The gradient of `head.low_rank.hidden` is added to `low_rank_grad`; without `hidden_grad` it is all that is computed
     under hidden_policy.
     """
+    if rows.constant is not None and head.softcap is not None:  # the kernels compute this exactly
+        hidden_policy, weight_policy = (
+            exact() if policy is not None and policy.kind == "sampled" else policy
+            for policy in (hidden_policy, weight_policy)
+        )
     wide = hidden.to(operand_dtype(hidden, head))
     total = torch.zeros_like(wide) if hidden_policy is not None and hidden_grad else None
     factor, trained = weight_factors(wide, head)

@@ -54,7 +54,7 @@ def filtered_scale(softmax_error: Tensor, eps: float) -> Tensor:
     m = _block_max(softmax_error)
     n_columns = m.shape[1]
     padded = torch.nn.functional.pad(m, (0, -n_columns % TILE_COLUMNS))
-    tiles = padded.view(m.shape[0], -1, TILE_COLUMNS).amax(2) >= eps
+    tiles = padded.unflatten(1, (padded.shape[1] // TILE_COLUMNS, TILE_COLUMNS)).amax(2) >= eps
     return tiles.repeat_interleave(TILE_COLUMNS, 1)[:, :n_columns].to(m.dtype)
 
 
