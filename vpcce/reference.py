@@ -24,7 +24,6 @@ from vpcce.kernels.problem import (
     Sampling,
     weight_factors,
 )
-from vpcce.policy import exact
 
 # Numbers in one [N, width] block of logits: 8 MiB in fp32.
 BLOCK_NUMEL = 2**21
@@ -124,11 +123,6 @@ def local_backward(
     The gradient of `head.low_rank.hidden` is added to `low_rank_grad`; without `hidden_grad` it is all that is computed
     under hidden_policy.
     """
-    if rows.constant is not None and head.softcap is not None:  # the kernels compute this exactly
-        hidden_policy, weight_policy = (
-            exact() if policy is not None and policy.kind == "sampled" else policy
-            for policy in (hidden_policy, weight_policy)
-        )
     wide = hidden.to(operand_dtype(hidden, head))
     total = torch.zeros_like(wide) if hidden_policy is not None and hidden_grad else None
     factor, trained = weight_factors(wide, head)
@@ -173,6 +167,7 @@ class _Columns:
         sparse = p * per_row
         sparse.index_put_(at, _per_token(rows.target)[row, k], accumulate=True)  # an id may be chosen twice
         self._sparse = sparse.mul_(slope)
+        self._capped_constant = rows.constant is not None and head.softcap is not None  # exact, as in the kernels
         self._constant = None
         if rows.constant is not None:
             share = 1.0 if head.column_weight is None else head.column_weight[columns].to(x.dtype)
@@ -186,7 +181,7 @@ class _Columns:
         """What `policy` leaves of the columns. Label smoothing's share is the same for all columns and never sparse."""
         if policy not in self._made:
             grad = self._sparse
-            if policy.kind == "sampled":
+            if policy.kind == "sampled" and not self._capped_constant:
                 size = self._p.index_put(self._at, self._p.new_ones(()))
                 scale = sampling.sampled_scale(size, policy.eps, self._marks.seed, self._first_column)
                 grad = sampling.scale_columns(grad, scale)
