@@ -85,6 +85,7 @@ def forward_kernel(
     argmax_ptr,  # [splits, N] int32 out or None
     logit_sum_ptr,  # [splits, N] out or None
     lower_bound_ptr,  # [N] natural-log, or None without marks
+    mean_bound_ptr,  # [N] natural-log, another one, or None
     found_ptr,  # [splits, N], see `finished_bound`, or None
     hot_ptr,  # [splits, N], `HotSplits.mass`
     ticket_ptr,  # [1] int32, zero: programs wait for those that took a ticket before them
@@ -141,6 +142,8 @@ def forward_kernel(
         side_by_side = tl.minimum(tl.cdiv(n_counting, BLOCK_M) - row_block // group * group, group)
         finished = split - processors // side_by_side
         lower_bound = finished_bound(lower_bound, found_ptr, n, rows, counts, finished)
+    if mean_bound_ptr is not None:
+        lower_bound = tl.maximum(lower_bound, tl.load(mean_bound_ptr + rows, mask=counts, other=0.0) * LOG2E)
     first_tile = split * tiles_per_split
     last_tile = tl.minimum(first_tile + tiles_per_split, tl.cdiv(n_columns, BLOCK_N))
     for tile in tl.range(first_tile, last_tile, flatten=RANK == 0):
@@ -339,7 +342,8 @@ def forward_stats(
     forward_kernel[(n_blocks * splits,)](
         h.source, w.source, low_hidden, low_weight, head.bias, scale_tensor(head), head.column_weight, n_rows,
         part_max, part_sum, part_expected, part_argmax, part_logit_sum,
-        None if sampling is None else sampling.lower_bound, found, hot, ticket, thresholds, bits,
+        None if sampling is None else sampling.lower_bound, None if sampling is None else sampling.mean_bound,
+        found, hot, ticket, thresholds, bits,
         maxima.values if topk else None,
         n, n_columns, h.stride_row, h.stride_col, w.stride_row, w.stride_col, head.softcap or 1.0,
         n_blocks, splits, group or rows_in_cache(n, d, hidden.element_size()), tiles_per_split, n_words, processors,

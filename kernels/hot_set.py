@@ -12,7 +12,15 @@ which makes the bound lower, and is a product with a matrix of ones and zeros.
 Any set of distinct columns gives a lower bound, so nothing depends on which ones are chosen: a batch with fewer
 distinct targets fills up with arbitrary columns. Products are fp32 sums rounded nowhere else; what remains of
 rounding is covered by the slack in `marks.mark_shift`.
+
+Few columns say little about a flat softmax, a model's at the start of its training. There the mean of many logits
+does, since exp is convex: log-sum-exp >= log n + mean of n logits, and that mean is one product with the mean row
+of the weight's first MEAN_COLUMNS. At logits of a standard deviation s it is s^2 / 2 too low. The mean row has two
+rows in the weight's dtype, itself and what its rounding left, and these take part in the hot set's product. Behind a
+softcap the mean of logits is no product, so there is none.
 """
+
+import math
 
 import torch
 import triton
@@ -20,11 +28,14 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch_table import launch_parameters, plan_splits
+from .marks import FAR
 from .problem import Head, HotSet, HotSplits
 from .tiles import ceil_div, compute_dtype, load_scale, logits_of, multiprocessors, scale_tensor
+from .row_sum import write_mean_row
 from .units import LOG2E
 
-HOT_COLUMNS = 512
+HOT_COLUMNS = 510  # and the mean's two
+MEAN_COLUMNS = 32768  # 45 us for D = 2304 on an H200
 ROWS, BLOCK = 16, 128  # tokens of a program, and hot columns at a time
 MAX_ROWS = 16384  # tokens per [tokens, HOT_COLUMNS] block of fp32 logits: 32 MiB
 
@@ -45,18 +56,20 @@ def _hot_logits(
 
 @triton.jit
 def hot_stats_kernel(
-    product_ptr,  # [N, n_hot] fp32
-    bias_ptr,  # [n_hot] or None
+    product_ptr,  # [N, n_hot] fp32, with mean_bound two more columns
+    bias_ptr,  # [n_hot], likewise, or None
     scale_ptr,  # [] fp32 or None
     split_ptr,  # [n_hot] int32: in which of the forward's splits they are
     out_ptr,  # [N] out: maxima; the sums lie stride_out behind them
     mass_ptr,  # [splits, N] out, see `HotSplits`, or None
+    mean_bound_ptr,  # [N] out or None
     n,
     n_hot,
     splits,
     stride_row,
     stride_out,
     softcap,
+    log_mean_columns,
     HAS_SOFTCAP: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -93,6 +106,14 @@ def hot_stats_kernel(
     out = out_ptr + rows.to(tl.int64)
     tl.store(out, top, mask=rows < n)
     tl.store(out + stride_out, total, mask=rows < n)
+    if mean_bound_ptr is not None:
+        at = product_ptr + rows.to(tl.int64) * stride_row + n_hot
+        x = tl.load(at, mask=rows < n, other=0.0) + tl.load(at + 1, mask=rows < n, other=0.0)
+        bias = None
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + n_hot).to(tl.float32) + tl.load(bias_ptr + n_hot + 1).to(tl.float32)
+        bound = logits_of(x, bias, load_scale(scale_ptr), softcap, False) + log_mean_columns
+        tl.store(mean_bound_ptr + rows, tl.where(tl.abs(bound) < FAR, bound, -FAR), mask=rows < n)
 
 
 def hot_set(
@@ -100,7 +121,7 @@ def hot_set(
     head: Head,
     target: Tensor,  # [N] int64, local rows, -1 for elsewhere and for tokens that do not count
 ) -> HotSet:
-    """Statistics of the batch's HOT_COLUMNS most frequent targets."""
+    """Statistics of the batch's HOT_COLUMNS most frequent targets, and the mean's bound."""
     n, n_columns = hidden.shape[0], head.weight.shape[0]
     out = torch.empty(2, n, dtype=torch.float32, device=hidden.device)
     if n == 0 or n_columns == 0:
@@ -118,27 +139,43 @@ def hot_set(
         mass = torch.empty(splits, n, dtype=torch.float32, device=hidden.device)
         by_split = HotSplits(mass, tiles_per_split * tile.block_n)
         split_of = (hot // by_split.columns).to(torch.int32)
-    weight = head.weight.index_select(0, hot)
-    bias = None if head.bias is None else head.bias.index_select(0, hot)
+    n_mean = 0 if head.softcap is not None else min(n_columns, MEAN_COLUMNS)
+    mean_bound = torch.empty(n, dtype=torch.float32, device=hidden.device) if n_mean else None
+    weight = _rows(head.weight, hot, n_mean)
+    bias = None if head.bias is None else _rows(head.bias[:, None], hot, n_mean)
+    low = head.low_rank
+    low_weight = None if low is None else _rows(low.weight, hot, n_mean)
     scale = scale_tensor(head)
     for start in range(0, n, MAX_ROWS):
         part = hidden if n <= MAX_ROWS else hidden[start : start + MAX_ROWS]
         x = _product(part, weight)
-        if head.low_rank is not None:
-            x += _product(head.low_rank.hidden[start : start + MAX_ROWS], head.low_rank.weight[hot])
+        if low is not None:
+            x += _product(low.hidden[start : start + MAX_ROWS], low_weight)
         rows = x.shape[0]
         with torch.cuda.device_of(x):
             hot_stats_kernel[(ceil_div(rows, ROWS),)](
                 x, bias, scale, split_of, _from(out, start), None if by_split is None else _from(by_split.mass, start),
-                rows, x.shape[1], splits if by_split else 1, x.stride(0), n, head.softcap or 1.0,
+                None if mean_bound is None else _from(mean_bound, start), rows, len(hot), splits if by_split else 1,
+                x.stride(0), n, head.softcap or 1.0, math.log(n_mean) if n_mean else 0.0,
                 HAS_SOFTCAP=head.softcap is not None, ROWS=ROWS, BLOCK=BLOCK, SPLITS=64, num_warps=4,
             )  # fmt: skip
-    return HotSet(out, by_split)
+    return HotSet(out, by_split, mean_bound)
+
+
+def _rows(matrix: Tensor, hot: Tensor, n_mean: int) -> Tensor:
+    """matrix[hot], and where n_mean is not 0 two more rows, whose sum is the mean of matrix[:n_mean]."""
+    if not n_mean:
+        return matrix.index_select(0, hot)
+    n_hot = len(hot)
+    rows = torch.empty(n_hot + 2, matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
+    torch.index_select(matrix, 0, hot, out=rows[:n_hot])
+    write_mean_row(matrix[:n_mean], rows[n_hot:])
+    return rows
 
 
 def _from(table: Tensor, start: int) -> Tensor:
-    """table[:, start:], without the 2 us of a view where it is all."""
-    return table[:, start:] if start else table
+    """table[..., start:], without the 2 us of a view where it is all."""
+    return table[..., start:] if start else table
 
 
 def _most_frequent(target: Tensor, n_columns: int) -> Tensor:

@@ -81,13 +81,25 @@ def count_kernel(
 
 
 @triton.jit
+def _most_pairs(n, n_columns, n_rows_ptr, max_density):
+    """More marked pairs of the tokens that count than this are more work than all of them in dense products."""
+    if n_rows_ptr is not None:
+        n = tl.minimum(n, tl.load(n_rows_ptr))
+    return (max_density * tl.cdiv(n, 128) * n_columns).to(tl.int64) + 2048
+
+
+@triton.jit
 def plan_rounds_kernel(
     super_counts_ptr,  # [super-blocks] int64
+    n_rows_ptr,  # [1] or None
     plan_ptr,  # [rounds, PLAN_FIELDS] int64, zeros
     dense_ptr,  # [1] int32
+    n,
+    n_columns,
     n_super,
     n_blocks,
     capacity,  # pairs the arena holds
+    max_density,
     n_rounds,
     PLAN_FIELDS: tl.constexpr,
 ):
@@ -102,18 +114,18 @@ def plan_rounds_kernel(
     used = tl.zeros((), tl.int64)
     last = n_blocks
     at = n_rounds - 1
-    fits = tl.full((), 1, tl.int32)
+    fits = (base <= _most_pairs(n, n_columns, n_rows_ptr, max_density)).to(tl.int32)
     for i in range(n_super):
         s = n_super - 1 - i
-        n = tl.load(super_counts_ptr + s)
-        fits = tl.where(n > capacity, 0, fits)
-        if used + n > capacity:
+        pairs = tl.load(super_counts_ptr + s)
+        fits = tl.where(pairs > capacity, 0, fits)
+        if used + pairs > capacity:
             _store_round(plan_ptr + at * PLAN_FIELDS, (s + 1) * 4, last, base, at >= 0)
             used = tl.zeros((), tl.int64)
             last = (s + 1) * 4
             at -= 1
-        used += n
-        base -= n
+        used += pairs
+        base -= pairs
     _store_round(plan_ptr + at * PLAN_FIELDS, 0, last, base, at >= 0)
     dense = (fits == 0) | (at < 0)
     if dense:
@@ -133,12 +145,15 @@ def _store_round(plan_ptr, first, last, base, mask):
 def plan_in_place_kernel(
     start_ptr,  # [row blocks, groups] int64
     total_ptr,  # [1] int64
+    n_rows_ptr,  # [1] or None
     plan_ptr,  # [1, PLAN_FIELDS] int64, zeros
     dense_ptr,  # [1] int32
+    n,
     n_blocks,
     n_groups,
     n_columns,
     capacity,  # pairs that the lists hold
+    max_density,
     storage_rows,  # rows of G that dC's own storage holds
     extra_rows,  # rows of G beside it
     row_bytes,  # of G
@@ -158,7 +173,8 @@ def plan_in_place_kernel(
     end = tl.minimum((group + 1).to(tl.int64) * GROUP, n_columns) * column_bytes
     in_storage = (first_pair < spill) & (group < n_groups)
     clash = in_storage & ((first_pair + storage_rows - spill) * row_bytes < end)
-    dense = (total > capacity) | (tl.sum(clash.to(tl.int32), 0) > 0)
+    most = tl.minimum(capacity, _most_pairs(n, n_columns, n_rows_ptr, max_density))
+    dense = (total > most) | (tl.sum(clash.to(tl.int32), 0) > 0)
     tl.store(dense_ptr, dense.to(tl.int32))
     tl.store(plan_ptr + PLAN_LAST, tl.where(dense, 0, n_blocks))
     tl.store(plan_ptr + PLAN_SPILL, spill)

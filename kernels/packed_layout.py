@@ -19,7 +19,8 @@ MAX_ROUNDS = 12
 ARENA_BYTES = 36 << 20  # G of one round, where it has memory of its own, for each ARENA_ROWS tokens begun
 ARENA_ROWS = 8192
 EXTRA_BYTES = 20 << 20  # G behind dC's storage: the last group's has no later columns to lie in
-SHORT_ROWS_BYTES = 128 << 20  # at most, and no more than dC, where dC alone holds G of less than USUAL_DENSITY
+BESIDE_BYTES = 128 << 20  # at most, or a ring, where dC has no room for the lists' G
+RING_TOKEN_BYTES = 8192  # a ring of two slices of 2048 columns in half precision, see `dense_stream`
 USUAL_DENSITY = 0.1  # of marked pairs
 GROUP_DENSITY = 0.07  # of marked pairs, up to which the last group's G fits behind dC (to 73,000 tokens in half)
 SPARSE_GROUP, DENSE_GROUP = 16384, 4096  # most columns of a group: below LARGE_VOCABULARY more of them are kept
@@ -60,29 +61,40 @@ class Layout:
         return triton.next_power_of_2(self.n_groups)
 
 
+def bytes_beside(n: int, pairs_bytes: int, storage_bytes: int, group_bytes: int) -> int:
+    """Of memory behind dC's storage: what the lists' G lacks there, and what the dense fallback needs to be fast.
+
+    G ends with this memory, and while a group of dC is written, nothing of G may lie there any more. 8192 tokens of
+    V x D (MiB): 20 for 256000 x 2304; 64, a ring, for 32064 x 3072; 128, at most, for 32768 x 1024, whose dC has 64.
+    """
+    lacking = pairs_bytes - storage_bytes + group_bytes
+    ring = RING_TOKEN_BYTES * n
+    if storage_bytes < 4 * ring:
+        lacking = max(lacking, ring)
+    return max(EXTRA_BYTES, min(lacking, max(BESIDE_BYTES, ring)))
+
+
 def plan_layout(bits, n_rows, n, n_columns, d, dtype, storage) -> Layout:
     device = bits.device
     n_blocks, n_words = bits.shape
     n_super = triton.cdiv(n_blocks, SUPER_BLOCK)
     row_bytes = ROW_BLOCK * dtype.itemsize
+    every_pair = n_blocks * n_columns
+    most_columns = SPARSE_GROUP if n_columns >= LARGE_VOCABULARY else DENSE_GROUP
     extra_bytes = EXTRA_BYTES
     if storage is not None:
-        storage_bytes = storage.numel() * storage.element_size()
-        if USUAL_DENSITY * n_blocks * n_columns * row_bytes > storage_bytes:  # N over ten D
-            extra_bytes = max(EXTRA_BYTES, min(SHORT_ROWS_BYTES, storage_bytes))
-    fitting = int(extra_bytes / (GROUP_DENSITY * max(n_blocks, 1) * row_bytes))
-    most = SPARSE_GROUP if n_columns >= LARGE_VOCABULARY else DENSE_GROUP
-    group_columns = min(most, max(1 << fitting.bit_length() >> 1, 32 * LIST_BLOCK))
-    n_groups = triton.cdiv(n_columns, group_columns)
-    every_pair = n_blocks * n_columns
-    slab_columns = min(SLAB_COLUMNS, group_columns, max(triton.next_power_of_2(n_columns), WORD_TILE))
-    if storage is not None:
         n_rounds = 1
+        storage_bytes = storage.numel() * storage.element_size()
         storage_rows = storage_bytes // row_bytes
         capacity = int(min(max(MIN_LIST, USUAL_DENSITY * every_pair), MAX_DENSITY * every_pair + 2048, every_pair))
         list_pairs = round_pairs = capacity
+        extra_bytes = bytes_beside(n, capacity * row_bytes, storage_bytes, most_columns * d * storage.element_size())
         extra_rows = min(extra_bytes // row_bytes, capacity)
-    else:
+    fitting = int(extra_bytes / (GROUP_DENSITY * max(n_blocks, 1) * row_bytes))
+    group_columns = min(most_columns, max(1 << fitting.bit_length() >> 1, 32 * LIST_BLOCK))
+    n_groups = triton.cdiv(n_columns, group_columns)
+    slab_columns = min(SLAB_COLUMNS, group_columns, max(triton.next_power_of_2(n_columns), WORD_TILE))
+    if storage is None:
         arena_bytes = ARENA_BYTES * triton.cdiv(n, ARENA_ROWS)
         extra_rows = capacity = round_pairs = min(arena_bytes // row_bytes, every_pair)
         n_rounds = min(MAX_ROUNDS, n_super, triton.cdiv(every_pair, capacity))
@@ -100,16 +112,17 @@ def plan_layout(bits, n_rows, n, n_columns, d, dtype, storage) -> Layout:
         end = ordered.cumsum(0)
         start = (end - ordered).view(n_groups, -1).T.contiguous()
         pack.plan_in_place_kernel[(1,)](
-            start, end[-1:], plan, dense, n_blocks, n_groups, n_columns, capacity, storage_rows, extra_rows, row_bytes,
-            d * storage.element_size(), GROUP=group_columns, GROUPS=triton.next_power_of_2(n_groups), num_warps=4,
+            start, end[-1:], n_rows, plan, dense, n, n_blocks, n_groups, n_columns, capacity, MAX_DENSITY, storage_rows,
+            extra_rows, row_bytes, d * storage.element_size(), GROUP=group_columns,
+            GROUPS=triton.next_power_of_2(n_groups), num_warps=4,
         )  # fmt: skip
     else:
         ordered = counts.view(n_super, SUPER_BLOCK, n_groups).transpose(1, 2).contiguous()
         end = ordered.view(-1).cumsum(0)
         start = (end - ordered.view(-1)).view(n_super, n_groups, SUPER_BLOCK).transpose(1, 2).contiguous()
         pack.plan_rounds_kernel[(1,)](
-            counts.view(n_super, -1).sum(1), plan, dense, n_super, n_blocks, capacity, n_rounds,
-            PLAN_FIELDS=pack.PLAN_FIELDS, num_warps=1,
+            counts.view(n_super, -1).sum(1), n_rows, plan, dense, n, n_columns, n_super, n_blocks, capacity, MAX_DENSITY,
+            n_rounds, PLAN_FIELDS=pack.PLAN_FIELDS, num_warps=1,
         )  # fmt: skip
     per_block = counts.sum(1)
     return Layout(

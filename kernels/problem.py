@@ -64,6 +64,7 @@ class HotSet(NamedTuple):
 
     stats: Tensor  # [2, N] fp32: max, and sum of exp(x - max), over the hot columns; -inf and 0 on an empty shard
     splits: HotSplits | None  # None where the forward could not use it
+    mean_bound: Tensor | None = None  # [N] fp32, another lower bound of the log-sum-exp, from many columns of the shard
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class Sampling:
     eps: float
     lower_bound: Tensor  # [N] fp32, a lower bound of each row's log-sum-exp over the WHOLE vocabulary
     hot_splits: HotSplits | None = None  # of the same hot set as lower_bound
+    mean_bound: Tensor | None = None  # [N] fp32, a second lower bound, which nothing is added to
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from torch import Tensor
 from .tiles import ceil_div, count_rows
 
 PART_ROWS = 512
+MEAN_PART_ROWS = 128  # few rows are summed: shorter programs fill the multiprocessors
 
 
 @triton.jit
@@ -80,6 +81,50 @@ def add_parts_kernel(
     tl.store(out_ptr + columns, total, mask=inside)
 
 
+@triton.jit
+def mean_of_parts_kernel(
+    parts_ptr,  # [parts, D] fp32
+    out_ptr,  # [2, D] out, see `mean_row`
+    n_parts,
+    d,
+    count,  # rows that were summed
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = columns < d
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for part in range(0, n_parts, BLOCK_M):
+        parts = part + tl.arange(0, BLOCK_M)
+        at = parts.to(tl.int64)[:, None] * d + columns[None, :]
+        acc += tl.load(parts_ptr + at, mask=(parts < n_parts)[:, None] & inside[None, :], other=0.0)
+    mean = tl.sum(acc, 0) / count
+    rounded = mean.to(out_ptr.dtype.element_ty)
+    rest = tl.where(tl.abs(mean) < float("inf"), mean - rounded.to(tl.float32), 0.0)
+    tl.store(out_ptr + columns, rounded, mask=inside)
+    tl.store(out_ptr + d + columns, rest.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def write_mean_row(matrix: Tensor, out: Tensor) -> None:
+    """out[0] + out[1] = matrix.float().mean(0), [2, D] contiguous: the mean rounded, and what that leaves, rounded."""
+    n, d = matrix.shape
+    parts = _part_sums(matrix, None, None, MEAN_PART_ROWS)
+    with torch.cuda.device_of(matrix):
+        mean_of_parts_kernel[(ceil_div(d, 64),)](parts, out, len(parts), d, n, BLOCK_M=32, BLOCK_N=64, num_warps=4)
+
+
+def _part_sums(matrix: Tensor, share: Tensor | None, n_rows: Tensor | None, part_rows: int) -> Tensor:
+    n, d = matrix.shape
+    n_parts = max(1, ceil_div(n, part_rows))
+    parts = torch.empty(n_parts, d, dtype=torch.float32, device=matrix.device)
+    with torch.cuda.device_of(matrix):
+        part_sums_kernel[(n_parts * ceil_div(d, 256),)](
+            matrix, share, n_rows, parts, n, d, *matrix.stride(), PART_ROWS=part_rows, BLOCK_M=32, BLOCK_N=256,
+            num_warps=8,
+        )  # fmt: skip
+    return parts
+
+
 def row_sum(
     matrix: Tensor,  # [N, D], any strides
     share: Tensor | None = None,  # [N] contiguous; None is 1
@@ -90,15 +135,10 @@ def row_sum(
 ) -> Tensor:
     """[D] fp32: factor * (share[:n_rows] @ matrix[:n_rows].float()), in two launches."""
     n, d = matrix.shape
-    n_parts = max(1, ceil_div(n, PART_ROWS))
-    parts = torch.empty(n_parts, d, dtype=torch.float32, device=matrix.device)
+    parts = _part_sums(matrix, share, n_rows, PART_ROWS)
     total = torch.empty(d, dtype=torch.float32, device=matrix.device) if out is None else out
     with torch.cuda.device_of(matrix):
-        part_sums_kernel[(n_parts * ceil_div(d, 256),)](
-            matrix, share, n_rows, parts, n, d, *matrix.stride(), PART_ROWS=PART_ROWS, BLOCK_M=32, BLOCK_N=256,
-            num_warps=8,
-        )  # fmt: skip
         add_parts_kernel[(ceil_div(d, 64),)](
-            parts, factor, total, n_parts, d, ADD=out is not None, BLOCK_M=32, BLOCK_N=64, num_warps=4
+            parts, factor, total, len(parts), d, ADD=out is not None, BLOCK_M=32, BLOCK_N=64, num_warps=4
         )
     return total

@@ -69,10 +69,11 @@ def test_the_bound_is_a_bound(shape, splits, monkeypatch):
     assert (hot.splits is not None) == (splits > 1)
     truth = x.double()
     lse = truth.logsumexp(1)
-    assert torch.all(bound.double()[:520] <= lse[:520] + 1e-3 * (1 + lse[:520].abs() * 1e-2))
+    for lower in (bound, hot.mean_bound):
+        assert torch.all(lower.double()[:520] <= lse[:520] + 1e-3 * (1 + lse[:520].abs() * 1e-2))
     stats = forward_stats(
         x, head, target, n_rows=n_rows, entropy=False, argmax=False, logit_sum=False,
-        sampling=Sampling(SEED, eps, bound, hot.splits),
+        sampling=Sampling(SEED, eps, bound, hot.splits, hot.mean_bound),
     )  # fmt: skip
     error = (truth - lse[:, None]).exp()
     error[torch.arange(n), target] -= 1
@@ -109,6 +110,29 @@ def test_the_bound_of_small_sums_behind_a_softcap(softcap, base):
     kept = sampling.keep_scale(m, eps, SEED, torch.arange(1), torch.arange(v)) > 0
     assert 10 < kept[:, 128:].sum() < 128
     assert not torch.any(kept & ~marks.unpack_marks(stats.marks.bits, v))
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_the_mean_makes_the_bound_of_a_flat_softmax_tight(splits, monkeypatch):
+    """From the first tile on, where without it a split marks whatever its few hot columns cannot exclude."""
+    monkeypatch.setattr(launch_table, "choose_splits", lambda *_: splits)
+    monkeypatch.setattr(hot_set, "HOT_COLUMNS", 16)
+    n, v, eps = 640, 1024, 2.0**-7
+    x = torch.randn(n, v, generator=torch.Generator().manual_seed(3)) / 8
+    head, target = Head(torch.eye(v)), torch.zeros(n, dtype=torch.int64)
+    hot = hot_set.hot_set(x, head, target)
+    share = (x - x.logsumexp(1, keepdim=True)).exp().view(5, 128, v).amax(1)
+    threshold = coin_thresholds(SEED, eps, n, 0, v).repeat_interleave(4, 0)[:5]
+    marked = {}
+    for mean_bound in (None, hot.mean_bound):
+        stats = forward_stats(
+            x, head, target, n_rows=None, entropy=False, argmax=False, logit_sum=False,
+            sampling=Sampling(SEED, eps, hot.stats[0] + hot.stats[1].log(), hot.splits, mean_bound),
+        )  # fmt: skip
+        marked[mean_bound is not None] = marks.unpack_marks(stats.marks.bits, v)[:, 1:]  # without everybody's target
+    assert not torch.any((share >= threshold)[:, 1:] & ~marked[True])
+    assert not torch.any(marked[True] & (1.03 * share < threshold)[:, 1:])
+    assert marked[True].sum() < 0.6 * marked[False].sum()
 
 
 def test_finished_splits_make_the_bound_tighter(monkeypatch):

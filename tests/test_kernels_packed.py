@@ -25,7 +25,7 @@ SEED = torch.tensor(2**40 + 77)
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """One k-step per product, groups and slabs small enough that small vocabularies have several."""
+    """One k-step per product, groups and slabs small enough that small vocabularies have several; lists always pay."""
     blocks = {
         "gradient": dict(BLOCK_N=128, BLOCK_K=128),
         "hidden": dict(BLOCK_K=128, BLOCK_D=128),
@@ -34,6 +34,7 @@ def small_tiles(monkeypatch):
         "direct": dict(BLOCK_N=128, BLOCK_K=64, BLOCK_D=64, PARTS=3),
     }
     monkeypatch.setattr(backward_packed, "packed_launch", lambda kernel, device, dtype: (2, dict(blocks[kernel])))
+    monkeypatch.setattr(packed_layout, "MAX_DENSITY", 1.0)
     monkeypatch.setattr(packed_layout, "DENSE_GROUP", 1024)
     monkeypatch.setattr(packed_layout, "SLAB_COLUMNS", 512)
     monkeypatch.setattr(column_kinds, "LISTS", triton.language.constexpr(8))
@@ -137,12 +138,19 @@ def test_fp32(options):
     check_bias_grad(problem, d_bias, 2e-6)
 
 
+def have_rows_beside(monkeypatch, rows: int) -> None:
+    """As many rows of G, in half precision, fit behind dC's storage."""
+    for name in ("EXTRA_BYTES", "BESIDE_BYTES"):
+        monkeypatch.setattr(packed_layout, name, rows * 256)
+    monkeypatch.setattr(packed_layout, "RING_TOKEN_BYTES", 0)
+
+
 @pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["label smoothing"]], ids=["plain", "label smoothing"])
 def test_half_precision_in_place(options, monkeypatch):
     """dC in fp16 from the ring, while most of G lies in dC's own storage (extra rows for a third of the pairs)."""
     problem = Problem(**{**dict(n=600, v=4000, d=256, dtype=torch.float16, eps=2.0**-3), **options})
     n_pairs = int(marks.unpack_marks(problem.marks.bits, 4000).sum())
-    monkeypatch.setattr(packed_layout, "EXTRA_BYTES", n_pairs // 3 * 256)
+    have_rows_beside(monkeypatch, n_pairs // 3)
     d_hidden, d_weight, _ = problem.run()
     problem.check(d_hidden, d_weight, 6e-4)
 
@@ -180,8 +188,7 @@ def test_columns_that_need_no_sums_go_to_dc_directly(options, monkeypatch):
         expected = super_blocks(problem.scale > 0).any(1).sum(0) == 1
         while not expected[(at := (v * d // 128 - (n_pairs - extra_rows)) * 128 // d) - 1] & expected[at]:
             extra_rows += 1
-    for name in ("EXTRA_BYTES", "SHORT_ROWS_BYTES"):
-        monkeypatch.setattr(packed_layout, name, extra_rows * 256)
+    have_rows_beside(monkeypatch, extra_rows)
     seen = []
     direct_columns = backward_packed._Work.direct_columns
     monkeypatch.setattr(
@@ -280,8 +287,11 @@ def test_hidden_grad_is_ready_before_the_last_weight_grad(monkeypatch):
 
 LAYOUTS = {  # (n, v, d, into dC's own storage), G's memory beside it in MiB, rounds
     "fresh": ((8192, 256000, 2304, True), 20, 1),
-    "fresh, short rows": ((8192, 131072, 512, True), 128, 1),
-    "fresh, short rows, a small dC": ((2048, 50304, 128, True), 20, 1),
+    "fresh, less than lists may need": ((8192, 131072, 512, True), 128, 1),
+    "fresh, a little less": ((8192, 49152, 2048, True), 93, 1),
+    "fresh, enough for lists, not for wide slices": ((8192, 32064, 3072, True), 64, 1),
+    "fresh, many tokens": ((32768, 32768, 1024, True), 256, 1),
+    "fresh, few tokens of short rows": ((2048, 50304, 128, True), 58, 1),
     "fresh, fewer pairs": ((11, 256000, 128, True), 20, 1),
     "fresh, fewer pairs than that": ((11, 65536, 128, True), 6, 1),
     "main_grad": ((8192, 256000, 2304, False), 36, 12),
@@ -319,7 +329,9 @@ def test_rounds_are_filled_from_the_last(n_super, capacity):
     expected.insert(0, (0, last))
     fits = counts.max() <= capacity and len(expected) <= n_rounds
     plan, dense = torch.zeros(n_rounds, pack.PLAN_FIELDS, dtype=torch.int64), torch.full((1,), -1, dtype=torch.int32)
-    pack.plan_rounds_kernel[(1,)](counts, plan, dense, n_super, n_blocks, capacity, n_rounds, pack.PLAN_FIELDS)
+    pack.plan_rounds_kernel[(1,)](
+        counts, None, plan, dense, 128 * n_blocks, 1000, n_super, n_blocks, capacity, 1.0, n_rounds, pack.PLAN_FIELDS
+    )
     assert dense.item() == (not fits)
     if not fits:
         assert not plan.any()
@@ -367,7 +379,7 @@ def test_only_one_gradient(wanted):
 def test_too_many_pairs_go_to_the_dense_backward(main_grad, monkeypatch):
     """Nothing is written through a list that overflows; the caller is told by the flag alone, on the device."""
     monkeypatch.setattr(packed_layout, "ARENA_BYTES", 256 * 512)
-    monkeypatch.setattr(packed_layout, "EXTRA_BYTES", 256)
+    have_rows_beside(monkeypatch, 1)
     monkeypatch.setattr(packed_layout, "MIN_LIST", 1)
     problem = Problem(600, 2000, 64, torch.float32 if main_grad else torch.float16, eps=1e-6)
     total = torch.ones(2000, 64) if main_grad else None
@@ -375,10 +387,22 @@ def test_too_many_pairs_go_to_the_dense_backward(main_grad, monkeypatch):
     assert total is None or torch.all(total == 1)
 
 
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_lists_that_would_not_pay_go_to_the_dense_backward(main_grad, monkeypatch):
+    """The density is that of tokens that count: four row blocks of eight; `_most_pairs` allows 2048 pairs more."""
+    v = 4000
+    problem = Problem(1000, v, 64, torch.float16, n_rows=500, eps=2.0**-5)
+    density = int(marks.unpack_marks(problem.marks.bits, v).sum()) / (4 * v) - 2048 / (4 * v)
+    assert 0.1 < density < 0.8
+    for part, dense in ((0.999, True), (1.001, False)):
+        monkeypatch.setattr(packed_layout, "MAX_DENSITY", part * density)
+        problem.run(main_grad=torch.zeros(v, 64) if main_grad else None, expect_dense=dense)
+
+
 def test_gradients_that_dc_would_overwrite_go_to_the_dense_backward(monkeypatch):
     """The lists fit, but finished groups of dC would reach G of later ones: too little lies behind dC's storage."""
     monkeypatch.setattr(packed_layout, "SLAB_COLUMNS", 1024)
     problem = Problem(600, 4000, 384, torch.float16, eps=2.0**-3)
     n_pairs = int(marks.unpack_marks(problem.marks.bits, 4000).sum())
-    monkeypatch.setattr(packed_layout, "EXTRA_BYTES", n_pairs // 50 * 256)
+    have_rows_beside(monkeypatch, n_pairs // 50)
     problem.run(expect_dense=True)

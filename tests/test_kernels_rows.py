@@ -18,7 +18,7 @@ from vpcce import row_terms, tokens
 from vpcce.kernels import rows as kernels
 from vpcce.kernels.hot_set import hot_set
 from vpcce.kernels.merge import merge_bounds, merge_ranks
-from vpcce.kernels.problem import Head, LocalStats, StatsLayout, as_float_bits
+from vpcce.kernels.problem import Head, LocalStats, LowRank, StatsLayout, as_float_bits
 from vpcce.settings import Settings
 
 pytestmark = [
@@ -236,11 +236,12 @@ def test_merge_of_bounds(n):
 def test_hot_set(v, scale, softcap, monkeypatch):
     """Fewer columns than the set holds, or all of them and more: the targets are among those that are summed."""
     monkeypatch.setattr("vpcce.kernels.hot_set.MAX_ROWS", 64)
+    monkeypatch.setattr("vpcce.kernels.hot_set.MEAN_COLUMNS", 1100)
     n = 130
     hidden, weight, bias, _ = truth.problem(n, v, 16, torch.float32, bias=True)
     target = torch.randint(0, v, (n,)).where(torch.rand(n) < 0.5, -1)
     with torch.no_grad():
-        top, total = hot_set(hidden, Head(weight, bias, scale, softcap), target).stats
+        (top, total), _, mean_bound = hot_set(hidden, Head(weight, bias, scale, softcap), target)
         x = truth.logits_of(hidden.double(), weight.double(), bias.double(), scale, softcap)
     bound = (top + total.log()).double()
     lse = x.logsumexp(1)
@@ -248,6 +249,32 @@ def test_hot_set(v, scale, softcap, monkeypatch):
         torch.testing.assert_close(bound, lse, rtol=2e-6, atol=2e-6)
     own = x.gather(1, target.clamp(min=0)[:, None])[:, 0].where(target >= 0, -torch.inf)
     assert torch.all(bound <= lse + 1e-5) and torch.all(bound >= own - 1e-5)
+    assert (mean_bound is None) == (softcap is not None)
+    if mean_bound is not None:
+        some = x[:, :1100]
+        expected = some.mean(1) + math.log(some.shape[1])
+        torch.testing.assert_close(mean_bound.double(), expected, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("constant", [0.0, -200.0, -torch.inf, torch.nan])
+def test_the_mean_of_rounded_weights(constant, dtype):
+    """A mean of much larger magnitude than the logits' differences keeps 16 bits; one that is no number bounds nothing."""
+    n, v, d, r = 40, 1700, 48, 8
+    hidden, weight, _, _ = truth.problem(n, v, d, dtype)
+    hidden, weight = hidden.detach(), (weight.detach().float() + 3).to(dtype)
+    bias = torch.randn(v)
+    bias[7] += constant
+    low = LowRank(torch.randn(n, r).to(dtype), torch.randn(v, r).to(dtype))
+    mean_bound = hot_set(hidden, Head(weight, bias, 0.7, low_rank=low), torch.zeros(n).long()).mean_bound
+    x = 0.7 * (hidden.double() @ weight.double().T + low.hidden.double() @ low.weight.double().T + bias)
+    if math.isfinite(constant):
+        size = 0.7 * (hidden.double().abs() @ weight.double().mean(0).abs()).amax().item()
+        expected = x.mean(1) + math.log(v)
+        torch.testing.assert_close(mean_bound.double(), expected, rtol=0, atol=2.0**-17 * size + 1e-5)
+        assert size > 50
+    else:
+        assert torch.all(mean_bound < -1e29)
 
 
 @pytest.mark.parametrize("ignore_index", [-100, None])

@@ -76,7 +76,7 @@ def _forward(
         hot = backend.hot_set(tokens, head, rows.local)
         bound, seed = _lower_bound(hot.stats, rows, seed, group)
         eps = min(policy.eps for policy in how.policies if policy.kind != "exact")
-        sampling = Sampling(seed, eps, bound, hot.splits)
+        sampling = Sampling(seed, eps, bound, hot.splits, hot.mean_bound)
     want_sum = how.logit_sum and softcap is not None
     part = backend.local_stats(
         tokens, head, rows.local, n_rows=rows.count, entropy=how.entropy, argmax=how.argmax, logit_sum=want_sum,
