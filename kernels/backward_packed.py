@@ -6,8 +6,8 @@
 
 Where G lives, 256 bytes per pair in half precision, decides between two orders of work:
 
-- dC fresh in half precision: one round. dC's own storage is free until dC is written, so G lies at its end, with
-  EXTRA_BYTES or SHORT_ROWS_BYTES behind it, and is consumed from the front while finished slabs of dC overwrite it. The
+- dC fresh in half precision: one round. dC's own storage is free until dC is written, so G lies at its end and in
+  memory behind it (`bytes_beside`), and is consumed from the front while finished slabs of dC overwrite it. The
   fp32 sums are a ring of parts of dC (`packed_stream`); columns before G that one super-block keeps, or most of them,
   need none and are computed beside dE (`column_kinds`, `packed_direct`).
 - fp32 dC or main_grad (or dE alone, or a low-rank dC): G has an arena of ARENA_BYTES for ARENA_ROWS tokens; rounds take
@@ -39,7 +39,7 @@ from .packed_stream import packed_stream_kernel
 from .packed_table import LAG, RING, ROUND_ROWS, ROUND_STEP, SLOTS, packed_launch
 from .problem import Head, HiddenGradReady, Marks, Policy, RowGradients, weight_factors
 from .row_sum import row_sum
-from .tiles import Source, compute_dtype, gradient_unit, low_rank_arguments, narrowed
+from .tiles import Source, compute_dtype, gradient_unit, low_rank_arguments, narrowed, scale_tensor
 from .unions import SETS, union_kernel
 
 
@@ -147,8 +147,7 @@ class _Work:
         device = hidden.device
         self.device, self.dtype = device, dtype
         self.precision = "ieee" if dtype == torch.float32 else "tf32"  # ignored for half operands
-        scale = head.scale
-        self.scale = scale if isinstance(scale, Tensor) else torch.full((), scale, dtype=torch.float32, device=device)
+        self.scale = scale_tensor(head)
         self.unit = gradient_unit(rows, head, dtype)
         self._prepare_constant()
 
@@ -317,7 +316,7 @@ class _Work:
         self.constant = self.constant_weight = self.constant_low_weight = self.constant_hidden = None
         if self.rows.constant is None:
             return
-        self.constant = self.rows.constant * self.scale
+        self.constant = self.rows.constant * self.head.scale
         share, self.constant_weight = self.head.column_weight, self.head.weight_sum
         if self.constant_weight is None:
             self.constant_weight = row_sum(self.head.weight, share)

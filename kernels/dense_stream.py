@@ -8,7 +8,7 @@ dE is summed over slices of the vocabulary, and each of them reads and writes th
 sum. Otherwise it holds the upper 16 bits of its sums and the lower ones lie elsewhere until the last slice. Wide slices
 keep that cheap, or few rows. The arena of the sampled backward's G serves as memory, which is free by then:
 
-- A fresh dC: its own storage too, until it is written. dE's lower halves lie at its end and a ring of WIDE_SLOTS wide
+- A fresh dC: its own storage too, until it is written. dE's lower halves lie at its end and a ring of SLOTS wide
   slices of G before them.
 
       launch    dE of columns    dC and dbias of columns    ring
@@ -44,7 +44,7 @@ from .tiles import (
 RING_BYTES = 32 << 20  # a ring in memory of its own beside a fresh dC; half as many where `accumulate`
 MIN_WIDTH = 512  # columns of a slice, whatever they take
 WIDE = 4096  # columns of a slice, however much memory there is, unless RING_BYTES have room for more
-WIDE_SLOTS, NARROW_SLOTS = 3, 2  # slices in a ring, see the kernel
+SLOTS = 2  # slices in a ring; three narrower ones take longer
 SUM_BYTES = 36 << 20  # dE's sum of a chunk, which every slice reads and writes: part of L2
 CHUNK_ROWS = 2048
 MAX_CHUNKS = 16  # each is a launch, nearly always an idle one
@@ -83,7 +83,7 @@ def dense_stream(
         if weight_grad is not None or bias_grad is not None:
             run(None, None, weight_grad, bias_grad, run.ring_in(free, run.n, own_bytes), accumulate=accumulate)
         return
-    size = run.chunk_rows()
+    size = run.chunk_rows(free.numel())
     lower_half = None
     if hidden_grad.dtype != torch.float32:
         lower_half, free = run.lower_half_in(free, size)
@@ -96,8 +96,14 @@ def dense_stream(
 
 
 def _in_storage_of_weight_grad(run: "_Stream", hidden_grad, row_index, weight_grad: Tensor, bias_grad, arena) -> None:
-    """The three launches of the table above, or those of them that have columns."""
+    """The three launches of the table above, or those of them that have columns; one in a large arena."""
     n_columns = weight_grad.shape[0]
+    lower_bytes = 0 if hidden_grad.dtype == torch.float32 else 2 * hidden_grad.numel()
+    if arena.nbytes >= 2 * lower_bytes + RING_BYTES + ALIGNMENT:
+        lower_half, free = run.lower_half_in(_bytes_of(arena), run.n) if lower_bytes else (None, _bytes_of(arena))
+        ring = run.ring_in(free, run.n, RING_BYTES)
+        run(hidden_grad, row_index, weight_grad, bias_grad, ring, lower_half=lower_half)
+        return
     column_bytes = weight_grad.shape[1] * weight_grad.element_size()
     free = _bytes_of(weight_grad)
     lower_half, wide_stop, stop = None, 0, n_columns
@@ -107,14 +113,14 @@ def _in_storage_of_weight_grad(run: "_Stream", hidden_grad, row_index, weight_gr
         if rest is not None:
             free, stop = rest, _whole_columns(rest, column_bytes)
     arena = _bytes_of(arena)
-    narrow = run.ring_in(arena if arena.numel() > RING_BYTES else None, run.n, RING_BYTES, NARROW_SLOTS)
+    narrow = run.ring_in(arena if arena.numel() > RING_BYTES else None, run.n, RING_BYTES)
     # A wider ring leaves more columns to narrow slices; this width makes the fewest slices of both kinds.
-    at_most = free.numel() // run.column_bytes(run.n, WIDE_SLOTS)
+    at_most = free.numel() // run.column_bytes(run.n)
     width = min(WIDE, math.isqrt(narrow.width * at_most)) // run.step * run.step
-    memory, before = _from_the_end(free, width * run.column_bytes(run.n, WIDE_SLOTS))
-    if width > narrow.width and _whole_columns(before, column_bytes) >= WIDE_SLOTS * width:
+    memory, before = _from_the_end(free, width * run.column_bytes(run.n))
+    if width > narrow.width and _whole_columns(before, column_bytes) >= SLOTS * width:
         wide_stop = _whole_columns(before, column_bytes)
-        wide = Ring(memory.view(run.dtype), WIDE_SLOTS, width)
+        wide = Ring(memory.view(run.dtype), width)
         run(
             hidden_grad, row_index, weight_grad, bias_grad, wide, columns=(0, wide_stop), lower_half=lower_half,
             goes_on=True,
@@ -128,10 +134,9 @@ def _in_storage_of_weight_grad(run: "_Stream", hidden_grad, row_index, weight_gr
 
 
 class Ring(NamedTuple):
-    """Memory for G of `slots` slices of `width` columns."""
+    """Memory for G of SLOTS slices of `width` columns."""
 
     memory: Tensor
-    slots: int
     width: int
 
 
@@ -152,14 +157,16 @@ class _Stream:
         counters = torch.zeros(MAX_CHUNKS + 1, n_counters, dtype=torch.int32, device=hidden.device)
         self.counters = iter(counters.unbind())  # a launch's each
 
-    def chunk_rows(self) -> int:
-        """Rows of a chunk, whole row blocks: 2048 of 8192 x 2304, 4096 of 65536."""
-        rows = max(min(CHUNK_ROWS, SUM_BYTES // (4 * self.d)), ceil_div(self.n, MAX_CHUNKS))
+    def chunk_rows(self, arena_bytes: int) -> int:
+        """Rows of a chunk, whole row blocks: 2048 of 8192 x 2304, 4096 of 65536; more where the arena has wide slices
+        of them, 5504 of 8192 x 1024 with 128 MiB."""
+        rows = max(CHUNK_ROWS, arena_bytes // (SLOTS * WIDE * self.dtype.itemsize))
+        rows = max(min(rows, SUM_BYTES // (4 * self.d)), ceil_div(self.n, MAX_CHUNKS))
         return min(ceil_div(rows, self.tile.block_m) * self.tile.block_m, self.n)
 
-    def column_bytes(self, n: int, slots: int) -> int:
+    def column_bytes(self, n: int) -> int:
         """Of a ring for n rows, per column of a slice."""
-        return slots * ceil_div(n, self.tile.block_m) * self.tile.block_m * self.dtype.itemsize
+        return SLOTS * ceil_div(n, self.tile.block_m) * self.tile.block_m * self.dtype.itemsize
 
     def lower_half_in(self, free: Tensor | None, n: int) -> tuple[Tensor, Tensor | None]:
         """([n, D] int16, what is left of free memory); memory of its own, and None, where it does not fit."""
@@ -168,21 +175,20 @@ class _Stream:
             return torch.empty(n, self.d, dtype=torch.int16, device=self.hidden.device), None
         return memory.view(torch.int16).view(n, self.d), rest
 
-    def ring_in(self, free: Tensor | None, n: int, own_bytes: int, own_slots: int = WIDE_SLOTS) -> Ring:
+    def ring_in(self, free: Tensor | None, n: int, own_bytes: int) -> Ring:
         """For n rows in free memory, or in own_bytes of its own, or more, where that has no room for MIN_WIDTH."""
         n_columns = ceil_div(self.head.weight.shape[0], self.step) * self.step
+        per_column = self.column_bytes(n)
         if free is not None:
-            per_column = self.column_bytes(n, WIDE_SLOTS)
             width = min(free.numel() // per_column, max(WIDE, RING_BYTES // per_column), n_columns)
             if width >= min(MIN_WIDTH, n_columns):
                 width = width // self.step * self.step
                 memory, _ = _from_the_end(free, width * per_column)
                 if memory is not None:
-                    return Ring(memory.view(self.dtype), WIDE_SLOTS, width)
-        per_column = self.column_bytes(n, own_slots)
+                    return Ring(memory.view(self.dtype), width)
         width = min(max(own_bytes // per_column, MIN_WIDTH), n_columns) // self.step * self.step
         memory = torch.empty(width * per_column // self.dtype.itemsize, dtype=self.dtype, device=self.hidden.device)
-        return Ring(memory, own_slots, width)
+        return Ring(memory, width)
 
     def __call__(
         self, hidden_grad, row_index, weight_grad, bias_grad, ring: Ring, *, columns: tuple[int, int] | None = None,
@@ -224,7 +230,7 @@ class _Stream:
             _part(head.bias, start, stop), self.scale, _part(head.column_weight, start, stop), target, lse, softmax,
             target_grad, softmax_logit, constant, self.unit, self.n_rows, row_index, ring.memory, hidden_grad,
             lower_half, _part(weight_grad, start, stop), _part(bias_grad, start, stop), ticket, made, weight_done,
-            hidden_done, n, first, n_columns, n_weight_columns, start, ceil_div(n, t.block_m), ring.slots, ring.width,
+            hidden_done, n, first, n_columns, n_weight_columns, start, ceil_div(n, t.block_m), SLOTS, ring.width,
             int(continues), int(goes_on), h.stride_row, h.stride_col, w.stride_row, w.stride_col, h_factor.stride_row,
             w_factor.stride_row, head.softcap or 1.0,
             D=self.d, D_OUT=d_out, RANK=rank, HAS_SOFTCAP=head.softcap is not None, ACCUMULATE=accumulate,

@@ -38,7 +38,6 @@ from .marks import (
     finished_bound,
     mark_bound,
     mark_shift,
-    mark_targets,
     mark_words,
     marks_shape,
     store_found,
@@ -359,9 +358,7 @@ def forward_stats(
         EXPECTED=layout.expected_row, ARGMAX=layout.argmax_row, LOGIT_SUM=layout.logit_sum_row,
         BLOCK=ROW_BLOCK, num_warps=4,
     )  # fmt: skip
-    write_target_logits(hidden, head, target, packed, first_row=2)
+    write_target_logits(hidden, head, target, packed, 2, bits, n_rows)
     if topk:
         write_topk(hidden, head, maxima, n_rows, topk, packed[layout.topk_row :][: 2 * topk])
-    if sampling is not None:
-        mark_targets(bits, target, n_rows)
     return LocalStats(packed, layout, head.start, None if sampling is None else Marks(bits, sampling.seed))

@@ -30,8 +30,8 @@ from torch import Tensor
 from .launch_table import launch_parameters, plan_splits
 from .marks import FAR
 from .problem import Head, HotSet, HotSplits
-from .tiles import ceil_div, compute_dtype, load_scale, logits_of, multiprocessors, scale_tensor
 from .row_sum import write_mean_row
+from .tiles import ceil_div, compute_dtype, load_scale, logits_of, multiprocessors, scale_tensor
 from .units import LOG2E
 
 HOT_COLUMNS = 510  # and the mean's two
@@ -59,13 +59,14 @@ def hot_stats_kernel(
     product_ptr,  # [N, n_hot] fp32, with mean_bound two more columns
     bias_ptr,  # [n_hot], likewise, or None
     scale_ptr,  # [] fp32 or None
-    split_ptr,  # [n_hot] int32: in which of the forward's splits they are
-    out_ptr,  # [N] out: maxima; the sums lie stride_out behind them
+    hot_ptr,  # [n_hot] int64, their columns
+    out_ptr,  # [N] out: maxima; sums lie stride_out behind them, log-sum-exps twice that
     mass_ptr,  # [splits, N] out, see `HotSplits`, or None
     mean_bound_ptr,  # [N] out or None
     n,
     n_hot,
     splits,
+    split_columns,
     stride_row,
     stride_out,
     softcap,
@@ -88,6 +89,7 @@ def hot_stats_kernel(
     offs_split = tl.arange(0, SPLITS)
     for first_split in range(0, splits, SPLITS):
         split = first_split + offs_split
+        begin = split * split_columns
         mass = tl.zeros((ROWS, SPLITS), tl.float32)
         for first in range(0, n_hot, BLOCK):
             columns = first + offs
@@ -96,8 +98,9 @@ def hot_stats_kernel(
             if first_split == 0:
                 total += tl.sum(e, 1)
             if mass_ptr is not None:
-                split_of = tl.load(split_ptr + columns, mask=columns < n_hot, other=-1)
-                in_split = (split_of[:, None] == split[None, :]).to(tl.bfloat16)
+                hot = tl.load(hot_ptr + columns, mask=columns < n_hot, other=-1).to(tl.int32)
+                offset = hot[:, None] - begin[None, :]
+                in_split = ((offset >= 0) & (offset < split_columns)).to(tl.bfloat16)
                 mass = tl.dot((e * (1 + 2.0**-7)).to(tl.bfloat16), in_split, mass)
         if mass_ptr is not None:
             at = mass_ptr + split.to(tl.int64)[None, :] * stride_out + rows[:, None]
@@ -106,6 +109,7 @@ def hot_stats_kernel(
     out = out_ptr + rows.to(tl.int64)
     tl.store(out, top, mask=rows < n)
     tl.store(out + stride_out, total, mask=rows < n)
+    tl.store(out + 2 * stride_out, shift + tl.log(total), mask=rows < n)
     if mean_bound_ptr is not None:
         at = product_ptr + rows.to(tl.int64) * stride_row + n_hot
         x = tl.load(at, mask=rows < n, other=0.0) + tl.load(at + 1, mask=rows < n, other=0.0)
@@ -123,22 +127,21 @@ def hot_set(
 ) -> HotSet:
     """Statistics of the batch's HOT_COLUMNS most frequent targets, and the mean's bound."""
     n, n_columns = hidden.shape[0], head.weight.shape[0]
-    out = torch.empty(2, n, dtype=torch.float32, device=hidden.device)
+    out = torch.empty(3, n, dtype=torch.float32, device=hidden.device)
     if n == 0 or n_columns == 0:
-        out[0], out[1] = -torch.inf, 0.0
+        out[::2], out[1] = -torch.inf, 0.0
         return HotSet(out, None)
     processors = multiprocessors(hidden.device)
     tile = launch_parameters("forward", hidden.device, compute_dtype(hidden, head))
     splits, tiles_per_split = plan_splits(n, n_columns, tile, processors)
     hot = _most_frequent(target, n_columns)
-    by_split = split_of = None
+    by_split = None
     # AMD's compiler drops `volatile`, so a program there might wait for a number that its cache keeps from it.
     waits = torch.version.hip is None
     in_turn = splits > 1 and splits * ceil_div(n, tile.block_m) > processors  # else none is finished when one starts
     if waits and in_turn:
         mass = torch.empty(splits, n, dtype=torch.float32, device=hidden.device)
         by_split = HotSplits(mass, tiles_per_split * tile.block_n)
-        split_of = (hot // by_split.columns).to(torch.int32)
     n_mean = 0 if head.softcap is not None else min(n_columns, MEAN_COLUMNS)
     mean_bound = torch.empty(n, dtype=torch.float32, device=hidden.device) if n_mean else None
     weight = _rows(head.weight, hot, n_mean)
@@ -146,6 +149,7 @@ def hot_set(
     low = head.low_rank
     low_weight = None if low is None else _rows(low.weight, hot, n_mean)
     scale = scale_tensor(head)
+    log_n = math.log(n_mean) if n_mean else 0.0
     for start in range(0, n, MAX_ROWS):
         part = hidden if n <= MAX_ROWS else hidden[start : start + MAX_ROWS]
         x = _product(part, weight)
@@ -154,9 +158,9 @@ def hot_set(
         rows = x.shape[0]
         with torch.cuda.device_of(x):
             hot_stats_kernel[(ceil_div(rows, ROWS),)](
-                x, bias, scale, split_of, _from(out, start), None if by_split is None else _from(by_split.mass, start),
+                x, bias, scale, hot, _from(out, start), None if by_split is None else _from(by_split.mass, start),
                 None if mean_bound is None else _from(mean_bound, start), rows, len(hot), splits if by_split else 1,
-                x.stride(0), n, head.softcap or 1.0, math.log(n_mean) if n_mean else 0.0,
+                by_split.columns if by_split else 1, x.stride(0), n, head.softcap or 1.0, log_n,
                 HAS_SOFTCAP=head.softcap is not None, ROWS=ROWS, BLOCK=BLOCK, SPLITS=64, num_warps=4,
             )  # fmt: skip
     return HotSet(out, by_split, mean_bound)

@@ -136,28 +136,17 @@ def add_marks(
 
 
 @triton.jit
-def _mark_targets_kernel(
+def mark_targets(
     bits_ptr,  # [row blocks, words] int32
-    target_ptr,  # [N] int64, -1 for elsewhere
-    n_rows_ptr,  # [1] int32 or None
-    n,
+    rows,  # tokens
+    target,  # int64, their local targets, -1 for elsewhere
+    n_counting,
     n_words,
-    BLOCK: tl.constexpr,
 ):
-    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    if n_rows_ptr is not None:
-        n = tl.minimum(n, tl.load(n_rows_ptr))
-    target = tl.load(target_ptr + offs, mask=offs < n, other=-1)
-    word = (offs // 128).to(tl.int64) * n_words + (target // 256) * 8 + target % 8
+    """Marks tokens' targets: |G| is large where p is small there, which no bound of p shows."""
+    word = (rows // 128).to(tl.int64) * n_words + (target // 256) * 8 + target % 8
     bit = (1 << ((target // 8) % 32).to(tl.int32)).to(tl.int32)
-    tl.atomic_or(bits_ptr + word, bit, mask=target >= 0, sem="relaxed")
-
-
-def mark_targets(bits: Tensor, target: Tensor, n_rows: Tensor | None) -> None:
-    """Marks every token's target: |G| is large where p is small there, which no bound of p shows. In place."""
-    n = target.shape[0]
-    if n:
-        _mark_targets_kernel[(triton.cdiv(n, 256),)](bits, target, n_rows, n, bits.shape[1], BLOCK=256, num_warps=4)
+    tl.atomic_or(bits_ptr + word, bit, mask=(target >= 0) & (rows < n_counting), sem="relaxed")
 
 
 def unpack_marks(bits: Tensor, n_columns: int) -> Tensor:

@@ -67,17 +67,21 @@ def load_words(bits_ptr, row_block, words, n_words, n_columns):
 def count_kernel(
     bits_ptr,  # [row blocks, words]
     n_rows_ptr,  # [1] or None
-    counts_ptr,  # [row blocks, groups] int64
+    counts_ptr,  # [super-blocks * 4, groups] int64 out, 0 where no row block is
     n_words,
     n_columns,
+    n_blocks,
     GROUP_WORDS: tl.constexpr,
 ):
     group, row_block = tl.program_id(0), tl.program_id(1)
-    words = group * GROUP_WORDS + tl.arange(0, GROUP_WORDS)
-    n = tl.sum(popcount(load_words(bits_ptr, row_block, words, n_words, n_columns)), 0)
+    counts = row_block < n_blocks
     if n_rows_ptr is not None:
-        n = tl.where(row_block * 128 < tl.load(n_rows_ptr), n, 0)
-    tl.store(counts_ptr + row_block * tl.num_programs(0) + group, n.to(tl.int64))
+        counts = counts & (row_block * 128 < tl.load(n_rows_ptr))
+    n = tl.zeros((), tl.int64)
+    if counts:
+        words = group * GROUP_WORDS + tl.arange(0, GROUP_WORDS)
+        n = tl.sum(popcount(load_words(bits_ptr, row_block, words, n_words, n_columns)), 0).to(tl.int64)
+    tl.store(counts_ptr + row_block * tl.num_programs(0) + group, n)
 
 
 @triton.jit
@@ -90,44 +94,67 @@ def _most_pairs(n, n_columns, n_rows_ptr, max_density):
 
 @triton.jit
 def plan_rounds_kernel(
-    super_counts_ptr,  # [super-blocks] int64
+    counts_ptr,  # [super-blocks * 4, groups] int64
     n_rows_ptr,  # [1] or None
-    plan_ptr,  # [rounds, PLAN_FIELDS] int64, zeros
-    dense_ptr,  # [1] int32
+    start_ptr,  # [super-blocks * 4, groups] int64 out
+    block_start_ptr,  # [super-blocks * 4] int64 out: pairs of the row blocks before
+    super_counts_ptr,  # [super-blocks] int64, scratch
+    plan_ptr,  # [rounds, PLAN_FIELDS] int64 out
+    dense_ptr,  # [1] int32 out
     n,
     n_columns,
+    n_groups,
     n_super,
     n_blocks,
     capacity,  # pairs the arena holds
     max_density,
     n_rounds,
     PLAN_FIELDS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SUPERS: tl.constexpr,
 ):
-    """Fills rounds with as many super-blocks as fit, from the last of both; one program.
+    """Orders the pairs and fills rounds with as many super-blocks as fit, from the last of both; one program.
 
     So the last round has work: dE is complete before the last of dC is made, and its collective can run meanwhile.
     """
-    base = tl.zeros((), tl.int64)  # of the super-block's pairs, once the loop below has come to it
-    for first in range(0, n_super, 128):
-        s = first + tl.arange(0, 128)
-        base += tl.sum(tl.load(super_counts_ptr + s, mask=s < n_super, other=0), 0)
+    group = tl.arange(0, GROUPS)
+    base = tl.zeros((), tl.int64)  # pairs of the super-blocks before
+    for first in range(0, n_super, SUPERS):
+        s = first + tl.arange(0, SUPERS)
+        row = 4 * s[:, None] + tl.arange(0, 4)[None, :]
+        at = row[:, :, None] * n_groups + group[None, None, :]
+        inside = (s < n_super)[:, None, None] & (group < n_groups)[None, None, :]
+        pairs = tl.load(counts_ptr + at, mask=inside, other=0)
+        in_group = tl.sum(pairs, 1)
+        in_block = tl.sum(pairs, 2)
+        in_super = tl.sum(in_block, 1)
+        super_start = base + tl.cumsum(in_super, 0) - in_super
+        group_start = super_start[:, None] + tl.cumsum(in_group, 1) - in_group
+        tl.store(start_ptr + at, group_start[:, None, :] + tl.cumsum(pairs, 1) - pairs, mask=inside)
+        block_start = super_start[:, None] + tl.cumsum(in_block, 1) - in_block
+        tl.store(block_start_ptr + row, block_start, mask=(s < n_super)[:, None])
+        tl.store(super_counts_ptr + s, in_super, mask=s < n_super)
+        base += tl.sum(in_super, 0)
+    for r in range(n_rounds):
+        _store_round(plan_ptr + r * PLAN_FIELDS, 0, 0, base * 0, True)
+    tl.debug_barrier()  # the loads below need not be by the threads that stored
     used = tl.zeros((), tl.int64)
     last = n_blocks
-    at = n_rounds - 1
+    at_round = n_rounds - 1
     fits = (base <= _most_pairs(n, n_columns, n_rows_ptr, max_density)).to(tl.int32)
     for i in range(n_super):
         s = n_super - 1 - i
         pairs = tl.load(super_counts_ptr + s)
         fits = tl.where(pairs > capacity, 0, fits)
         if used + pairs > capacity:
-            _store_round(plan_ptr + at * PLAN_FIELDS, (s + 1) * 4, last, base, at >= 0)
+            _store_round(plan_ptr + at_round * PLAN_FIELDS, (s + 1) * 4, last, base, at_round >= 0)
             used = tl.zeros((), tl.int64)
             last = (s + 1) * 4
-            at -= 1
+            at_round -= 1
         used += pairs
         base -= pairs
-    _store_round(plan_ptr + at * PLAN_FIELDS, 0, last, base, at >= 0)
-    dense = (fits == 0) | (at < 0)
+    _store_round(plan_ptr + at_round * PLAN_FIELDS, 0, last, base, at_round >= 0)
+    dense = (fits == 0) | (at_round < 0)
     if dense:
         for r in range(n_rounds):
             _store_round(plan_ptr + r * PLAN_FIELDS, 0, 0, base * 0, True)
@@ -136,22 +163,27 @@ def plan_rounds_kernel(
 
 @triton.jit
 def _store_round(plan_ptr, first, last, base, mask):
+    """A round whose G lies in `extra` alone."""
     tl.store(plan_ptr + PLAN_FIRST, first, mask=mask)
     tl.store(plan_ptr + PLAN_LAST, last, mask=mask)
     tl.store(plan_ptr + PLAN_BASE, base, mask=mask)
+    tl.store(plan_ptr + PLAN_SPILL, 0, mask=mask)
+    tl.store(plan_ptr + PLAN_STORAGE_SHIFT, 0, mask=mask)
+    tl.store(plan_ptr + PLAN_EXTRA_SHIFT, 0, mask=mask)
 
 
 @triton.jit
 def plan_in_place_kernel(
-    start_ptr,  # [row blocks, groups] int64
-    total_ptr,  # [1] int64
+    counts_ptr,  # [super-blocks * 4, groups] int64
     n_rows_ptr,  # [1] or None
-    plan_ptr,  # [1, PLAN_FIELDS] int64, zeros
-    dense_ptr,  # [1] int32
+    start_ptr,  # [super-blocks * 4, groups] int64 out
+    block_start_ptr,  # [super-blocks * 4] int64 out: pairs of the row blocks before
+    plan_ptr,  # [1, PLAN_FIELDS] int64 out
+    dense_ptr,  # [1] int32 out
     n,
-    n_blocks,
-    n_groups,
     n_columns,
+    n_groups,
+    n_blocks,
     capacity,  # pairs that the lists hold
     max_density,
     storage_rows,  # rows of G that dC's own storage holds
@@ -160,23 +192,42 @@ def plan_in_place_kernel(
     column_bytes,  # of dC
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
     """One round with G at the end of dC's storage and `extra` behind it, if no group's G is overwritten too early.
 
     dC is finished group by group from the front, so while group g is, the pairs from start[0, g] on must lie beyond
-    the group's last column.
+    the group's last column. One program.
     """
-    total = tl.load(total_ptr)
-    spill = tl.maximum(total - extra_rows, 0)
     group = tl.arange(0, GROUPS)
-    first_pair = tl.load(start_ptr + group, mask=group < n_groups, other=total)
+    in_group = tl.zeros((GROUPS,), tl.int64)
+    for first in range(0, n_blocks, BLOCKS):
+        row = first + tl.arange(0, BLOCKS)
+        at = row[:, None] * n_groups + group[None, :]
+        inside = (row < n_blocks)[:, None] & (group < n_groups)[None, :]
+        in_group += tl.sum(tl.load(counts_ptr + at, mask=inside, other=0), 0)
+    total = tl.sum(in_group, 0)
+    first_pair = tl.cumsum(in_group, 0) - in_group
+    group_start = first_pair
+    base = tl.zeros((), tl.int64)
+    for first in range(0, n_blocks, BLOCKS):
+        row = first + tl.arange(0, BLOCKS)
+        at = row[:, None] * n_groups + group[None, :]
+        inside = (row < n_blocks)[:, None] & (group < n_groups)[None, :]
+        pairs = tl.load(counts_ptr + at, mask=inside, other=0)
+        in_block = tl.sum(pairs, 1)
+        tl.store(start_ptr + at, group_start[None, :] + tl.cumsum(pairs, 0) - pairs, mask=inside)
+        tl.store(block_start_ptr + row, base + tl.cumsum(in_block, 0) - in_block, mask=row < n_blocks)
+        group_start += tl.sum(pairs, 0)
+        base += tl.sum(in_block, 0)
+    spill = tl.maximum(total - extra_rows, 0)
     end = tl.minimum((group + 1).to(tl.int64) * GROUP, n_columns) * column_bytes
     in_storage = (first_pair < spill) & (group < n_groups)
     clash = in_storage & ((first_pair + storage_rows - spill) * row_bytes < end)
     most = tl.minimum(capacity, _most_pairs(n, n_columns, n_rows_ptr, max_density))
     dense = (total > most) | (tl.sum(clash.to(tl.int32), 0) > 0)
     tl.store(dense_ptr, dense.to(tl.int32))
-    tl.store(plan_ptr + PLAN_LAST, tl.where(dense, 0, n_blocks))
+    _store_round(plan_ptr, 0, tl.where(dense, 0, n_blocks), total * 0, True)
     tl.store(plan_ptr + PLAN_SPILL, spill)
     tl.store(plan_ptr + PLAN_STORAGE_SHIFT, storage_rows - spill)
     tl.store(plan_ptr + PLAN_EXTRA_SHIFT, -spill)

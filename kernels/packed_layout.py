@@ -18,6 +18,7 @@ SUPER_BLOCK = 4  # row blocks that share a coin
 MAX_ROUNDS = 12
 ARENA_BYTES = 36 << 20  # G of one round, where it has memory of its own, for each ARENA_ROWS tokens begun
 ARENA_ROWS = 8192
+SHORT_STEP = 2e12  # tokens x ids x D: the host needs longer for many rounds' launches than the GPU for the kernels
 EXTRA_BYTES = 20 << 20  # G behind dC's storage: the last group's has no later columns to lie in
 BESIDE_BYTES = 128 << 20  # at most, or a ring, where dC has no room for the lists' G
 RING_TOKEN_BYTES = 8192  # a ring of two slices of 2048 columns in half precision, see `dense_stream`
@@ -28,6 +29,8 @@ LARGE_VOCABULARY = 100_000
 SLAB_COLUMNS = 8192  # one part of the ring in `packed_stream` is a slab times BLOCK_D of D
 LIST_BLOCK = 64  # words that a list kernel expands at a time
 MAX_DENSITY = 0.35  # of marked pairs, above it the dense product is cheaper
+MAX_DENSITY_SHORT_ROWS = 0.25  # for a small D its time shrinks, and that of a list's pair hardly
+SHORT_ROW = 768
 MIN_LIST = 3 << 19  # pairs that the lists always hold; 17 bytes each
 
 
@@ -80,13 +83,14 @@ def plan_layout(bits, n_rows, n, n_columns, d, dtype, storage) -> Layout:
     n_super = triton.cdiv(n_blocks, SUPER_BLOCK)
     row_bytes = ROW_BLOCK * dtype.itemsize
     every_pair = n_blocks * n_columns
+    max_density = MAX_DENSITY if d >= SHORT_ROW else MAX_DENSITY_SHORT_ROWS
     most_columns = SPARSE_GROUP if n_columns >= LARGE_VOCABULARY else DENSE_GROUP
     extra_bytes = EXTRA_BYTES
     if storage is not None:
         n_rounds = 1
         storage_bytes = storage.numel() * storage.element_size()
         storage_rows = storage_bytes // row_bytes
-        capacity = int(min(max(MIN_LIST, USUAL_DENSITY * every_pair), MAX_DENSITY * every_pair + 2048, every_pair))
+        capacity = int(min(max(MIN_LIST, USUAL_DENSITY * every_pair), max_density * every_pair + 2048, every_pair))
         list_pairs = round_pairs = capacity
         extra_bytes = bytes_beside(n, capacity * row_bytes, storage_bytes, most_columns * d * storage.element_size())
         extra_rows = min(extra_bytes // row_bytes, capacity)
@@ -95,36 +99,39 @@ def plan_layout(bits, n_rows, n, n_columns, d, dtype, storage) -> Layout:
     n_groups = triton.cdiv(n_columns, group_columns)
     slab_columns = min(SLAB_COLUMNS, group_columns, max(triton.next_power_of_2(n_columns), WORD_TILE))
     if storage is None:
+        most = min(int(max_density * every_pair) + 2048, every_pair)
         arena_bytes = ARENA_BYTES * triton.cdiv(n, ARENA_ROWS)
-        extra_rows = capacity = round_pairs = min(arena_bytes // row_bytes, every_pair)
-        n_rounds = min(MAX_ROUNDS, n_super, triton.cdiv(every_pair, capacity))
-        list_pairs = min(n_rounds * capacity, every_pair)
+        if n * n_columns * d < SHORT_STEP:
+            arena_bytes = max(arena_bytes, BESIDE_BYTES)
+        extra_rows = capacity = round_pairs = min(arena_bytes // row_bytes, most)
+        # No super-block is cut: as many rounds would do without their gaps, and one more.
+        n_rounds = min(MAX_ROUNDS, n_super, triton.cdiv(most, capacity) + 1)
+        list_pairs = min(n_rounds * capacity, most)
 
-    counts = torch.zeros(n_super * SUPER_BLOCK, n_groups, dtype=torch.int64, device=device)
-    plan = torch.zeros(n_rounds, pack.PLAN_FIELDS, dtype=torch.int64, device=device)
+    def wide_ints(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=torch.int64, device=device)
+
+    n_padded = n_super * SUPER_BLOCK
+    counts, start, block_start = wide_ints(n_padded, n_groups), wide_ints(n_padded, n_groups), wide_ints(n_padded)
+    plan = wide_ints(n_rounds, pack.PLAN_FIELDS)
     dense = torch.empty(1, dtype=torch.int32, device=device)
     extra = torch.empty(max(extra_rows, 1) * ROW_BLOCK, dtype=dtype, device=device)
-    pack.count_kernel[(n_groups, n_blocks)](
-        bits, n_rows, counts, n_words, n_columns, GROUP_WORDS=group_columns // 32, num_warps=4
+    groups_pow2 = triton.next_power_of_2(n_groups)
+    pack.count_kernel[(n_groups, n_padded)](
+        bits, n_rows, counts, n_words, n_columns, n_blocks, GROUP_WORDS=group_columns // 32, num_warps=4
     )
     if storage is not None:
-        ordered = counts.T.contiguous().view(-1)
-        end = ordered.cumsum(0)
-        start = (end - ordered).view(n_groups, -1).T.contiguous()
         pack.plan_in_place_kernel[(1,)](
-            start, end[-1:], n_rows, plan, dense, n, n_blocks, n_groups, n_columns, capacity, MAX_DENSITY, storage_rows,
-            extra_rows, row_bytes, d * storage.element_size(), GROUP=group_columns,
-            GROUPS=triton.next_power_of_2(n_groups), num_warps=4,
+            counts, n_rows, start, block_start, plan, dense, n, n_columns, n_groups, n_blocks, capacity, max_density,
+            storage_rows, extra_rows, row_bytes, d * storage.element_size(), GROUP=group_columns, GROUPS=groups_pow2,
+            BLOCKS=64, num_warps=4,
         )  # fmt: skip
     else:
-        ordered = counts.view(n_super, SUPER_BLOCK, n_groups).transpose(1, 2).contiguous()
-        end = ordered.view(-1).cumsum(0)
-        start = (end - ordered.view(-1)).view(n_super, n_groups, SUPER_BLOCK).transpose(1, 2).contiguous()
         pack.plan_rounds_kernel[(1,)](
-            counts.view(n_super, -1).sum(1), n_rows, plan, dense, n, n_columns, n_super, n_blocks, capacity, MAX_DENSITY,
-            n_rounds, PLAN_FIELDS=pack.PLAN_FIELDS, num_warps=1,
+            counts, n_rows, start, block_start, wide_ints(n_super), plan, dense, n, n_columns, n_groups, n_super,
+            n_blocks, capacity, max_density, n_rounds, PLAN_FIELDS=pack.PLAN_FIELDS, GROUPS=groups_pow2, SUPERS=16,
+            num_warps=4,
         )  # fmt: skip
-    per_block = counts.sum(1)
     return Layout(
         n_blocks=n_blocks,
         n_super=n_super,
@@ -135,9 +142,9 @@ def plan_layout(bits, n_rows, n, n_columns, d, dtype, storage) -> Layout:
         processors=launch_processors(device),
         plan=plan,
         dense=dense,
-        start=start.view(-1, n_groups),
+        start=start,
         counts=counts,
-        block_start=per_block.cumsum(0) - per_block,
+        block_start=block_start,
         storage=extra if storage is None else storage,
         extra=extra,
         round_pairs=round_pairs,

@@ -62,7 +62,7 @@ class HotSplits(NamedTuple):
 class HotSet(NamedTuple):
     """What some columns say about every token's log-sum-exp before the forward; see `hot_set`."""
 
-    stats: Tensor  # [2, N] fp32: max, and sum of exp(x - max), over the hot columns; -inf and 0 on an empty shard
+    stats: Tensor  # [3, N] fp32: max, sum of exp(x - max), its log, over the hot columns; -inf, 0, -inf without any
     splits: HotSplits | None  # None where the forward could not use it
     mean_bound: Tensor | None = None  # [N] fp32, another lower bound of the log-sum-exp, from many columns of the shard
 

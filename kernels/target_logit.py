@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .marks import mark_targets
 from .problem import Head
-from .tiles import ceil_div, load_scale, logits_of, low_rank_arguments, scale_tensor
+from .tiles import ceil_div, count_rows, load_scale, logits_of, low_rank_arguments, scale_tensor
 
 
 @triton.jit
@@ -23,6 +24,9 @@ def target_logit_kernel(
     scale_ptr,  # [] fp32 or None
     target_ptr,  # [N * K] int64, -1 for none
     out_ptr,  # [.., N] out: column k of the targets is row first_row + k
+    bits_ptr,  # [row blocks, words] int32 in which the targets are marked, see `marks`, or None; K = 1
+    n_rows_ptr,  # [1] int32 or None, for the marks
+    n_words,
     n_pairs,
     per_token,  # K
     n,
@@ -65,18 +69,24 @@ def target_logit_kernel(
     x = logits_of(tl.sum(acc, 1), bias, load_scale(scale_ptr), softcap, HAS_SOFTCAP)
     out = out_ptr + (first_row + pairs % per_token).to(tl.int64) * n + pairs // per_token
     tl.store(out, tl.where(exists, x, 0.0), mask=pairs < n_pairs)
+    if bits_ptr is not None:
+        mark_targets(bits_ptr, pairs, target, count_rows(n, n_rows_ptr), n_words)
 
 
-def write_target_logits(hidden: Tensor, head: Head, target: Tensor, packed: Tensor, first_row: int) -> None:
+def write_target_logits(
+    hidden: Tensor, head: Head, target: Tensor, packed: Tensor, first_row: int, bits: Tensor | None = None,
+    n_rows: Tensor | None = None,
+) -> None:  # fmt: skip
     """fp32 logits of `target` ([N], or [N, K]: K columns per token), local rows; 0 where it is -1.
 
-    Column k of the targets is written to packed[first_row + k], [.., N].
+    Column k of the targets is written to packed[first_row + k], [.., N]. Targets [N] of the rows that count are marked
+    in `bits`.
     """
     n, n_pairs = packed.shape[1], target.numel()
     low_hidden, low_weight, rank = low_rank_arguments(head)
     target_logit_kernel[(ceil_div(n_pairs, 4),)](
         hidden, head.weight, low_hidden, low_weight, head.bias, scale_tensor(head), target.contiguous(), packed,
-        n_pairs, target.shape[1] if target.dim() > 1 else 1, n, first_row, *hidden.stride(), *head.weight.stride(),
-        head.softcap or 1.0, D=hidden.shape[1], RANK=rank, HAS_SOFTCAP=head.softcap is not None, BLOCK=4, BLOCK_D=512,
-        num_warps=4,
+        bits, n_rows, 0 if bits is None else bits.shape[1], n_pairs, target.shape[1] if target.dim() > 1 else 1, n,
+        first_row, *hidden.stride(), *head.weight.stride(), head.softcap or 1.0, D=hidden.shape[1], RANK=rank,
+        HAS_SOFTCAP=head.softcap is not None, BLOCK=4, BLOCK_D=512, num_warps=4,
     )  # fmt: skip

@@ -104,7 +104,7 @@ def test_compiles_and_fits(case, target):
         training_step(case)
     for kernel, _, arguments in launches:
         # Grid axes 1 and 2 end at 65535 programs. Row blocks (8 million tokens) may stand there, columns may not.
-        assert all(size <= N // 128 for size in arguments["grid"][1:]), kernel.__name__
+        assert all(size <= -(-N // 512) * 4 for size in arguments["grid"][1:]), kernel.__name__
     usages = compile_launches(launches, target)
     names = {usage.name for usage in usages}
     if case.options or case is CASES["bias"]:

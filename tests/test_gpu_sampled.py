@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import vpcce
-from vpcce import reference
-from vpcce.kernels import local
+from vpcce import policy, reference
+from vpcce.kernels import local, packed_layout
 from vpcce.kernels.problem import Head, Marks, RowGradients, Sampling
 from vpcce.policy import sampled
 
@@ -31,10 +31,10 @@ def relative(value, truth):
     return error
 
 
-def gradients(hidden, weight, target, policy, **options):
+def gradients(hidden, weight, target, backward, **options):
     """(dE, dC) of the mean loss."""
     hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
-    vpcce.linear_cross_entropy(hidden, weight, target, backward=policy, **options).backward()
+    vpcce.linear_cross_entropy(hidden, weight, target, backward=backward, **options).backward()
     return hidden.grad, weight.grad
 
 
@@ -141,9 +141,17 @@ def test_the_cpu_keeps_the_same_columns():
 
 
 @pytest.mark.parametrize("shape", [(1000, 512, 256), (300, 1_000_000, 64), (1, 40000, 512), (2048, 30001, 72)], ids=str)
-@pytest.mark.parametrize("logit_scale", [1.0, 0.01], ids=["peaked", "flat: every column marked"])
-def test_any_density(shape, logit_scale):
-    """Lists that fit, lists that do not; the second falls back to the dense backward on the device."""
+@pytest.mark.parametrize(
+    "logit_scale, max_density", [(1.0, 0.35), (0.01, 0.35), (0.01, 0.0)], ids=["peaked", "flat", "flat, dense products"]
+)
+def test_any_density(shape, logit_scale, max_density, monkeypatch):
+    """Also of 512 ids, and of lists too long, which the device replaces by dense products.
+
+    A flat softmax has next to all of its mass in columns that are sampled: dE's and dC's errors reach eps ** 0.5.
+    """
+    monkeypatch.setattr(policy, "DENSE", float("inf"))
+    for name in ("MAX_DENSITY", "MAX_DENSITY_SHORT_ROWS"):
+        monkeypatch.setattr(packed_layout, name, max_density)
     n, v, d = shape
     g = torch.Generator(device="cuda").manual_seed(1)
     hidden = torch.randn(n, d, generator=g, device="cuda").bfloat16()
@@ -154,7 +162,8 @@ def test_any_density(shape, logit_scale):
     exact = gradients(hidden, weight, target, vpcce.exact(), logit_scale=logit_scale)
     ours = gradients(hidden, weight, target, sampled(), logit_scale=logit_scale)
     for ours_part, exact_part, truth_part in zip(ours, exact, truth, strict=True):
-        assert relative(ours_part, truth_part) <= 3 * relative(exact_part, truth_part) + 2e-3
+        sampling = 1.2 * 2**-6 if logit_scale < 1 and max_density > 0 else 2e-3
+        assert relative(ours_part, truth_part) <= 3 * relative(exact_part, truth_part) + sampling
     assert torch.all(ours[0][1::3] == 0)
 
 

@@ -99,17 +99,18 @@ def test_a_slice_of_the_backward_costs_three_views():
 def test_a_sampled_mean():
     """Forward only: the packed backward plans its own work. Some find the frequent targets."""
     forward, launches = host_work(training_step(backward=SAMPLED))[0]
-    assert forward.total() <= 32, forward
+    assert forward.total() <= 38, forward  # 3 of them for the fp64 product of a CPU
     assert len(launches) == 10, launches
 
 
 def test_label_smoothing_reads_the_weight_once_more():
     """Its rows are summed in the forward, those of hidden in the backward, two launches each."""
     for _, launches in host_work(training_step(backward=SAMPLED, label_smoothing=0.1)):
-        assert launches.count("part_sums_kernel") == launches.count("add_parts_kernel") == 1, launches
+        assert launches.count("part_sums_kernel") - launches.count("mean_of_parts_kernel") == 1, launches
+        assert launches.count("add_parts_kernel") == 1, launches
     for options in (dict(label_smoothing=0.1, softcap=30.0), dict()):
         for _, launches in host_work(training_step(backward=SAMPLED, **options)):
-            assert "part_sums_kernel" not in launches
+            assert "add_parts_kernel" not in launches
 
 
 def test_a_buffer_that_a_kernel_adds_to_has_a_new_version():

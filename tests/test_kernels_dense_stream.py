@@ -82,7 +82,8 @@ WAYS = {
     "wide slices, narrow ones, dC under the lower halves": THREE,
     "wide slices and narrow ones, dE is its own sum": THREE | dict(hidden_dtype=FP32, launches=2),
     "wide slices, odd D and V, row blocks that nobody counts": THREE | dict(v=4703, d=97, n=190),
-    "a large arena has a wider ring": dict(v=1500, arena=1 << 19, launches=2, width=896),
+    "an arena for lower halves and a wide ring": dict(v=1500, arena=1 << 19, launches=1, width=1280),
+    "a wider ring, but no room for lower halves": dict(v=1500, arena=1 << 13, launches=2, width=128),
     "an arena that is too small": dict(v=1500, arena=64, launches=2, width=128),
     "into main_grad": dict(main_grad=True, launches=3),
     "into main_grad, odd D and V": dict(main_grad=True, v=333, d=51, launches=3),
@@ -150,9 +151,9 @@ def test_wide_slices_come_first_and_end_where_their_ring_begins(launches):
     ((start, wide_stop), _, wide), (second, _, narrow), ((stop, end), _, _) = launches[:3]
     assert (wide, narrow) == (256, 128)
     assert start == 0 and second == (wide_stop, 4700) and end == 4700
-    ring_columns, lower_columns = 3 * 256 * wide * 2 / (96 * 2), 200 * 96 * 2 / (96 * 2)
+    ring_columns, lower_columns = 2 * 256 * wide * 2 / (96 * 2), 200 * 96 * 2 / (96 * 2)
     assert 0 <= stop - wide_stop - ring_columns < 32 and 0 <= end - stop - lower_columns < 32
-    assert wide_stop > 3 * wide and wide_stop % wide and end - wide_stop > 2 * narrow
+    assert wide_stop > 2 * wide and wide_stop % wide and end - wide_stop > 2 * narrow
 
 
 @pytest.mark.parametrize("n_rows", [0, 1, 128, 200, 256, 300])
@@ -215,11 +216,13 @@ def test_low_rank(hidden_dtype, launches):
 
 SHAPES = {  # (n, d, arena's MiB, accumulate), each launch's width of a slice, bytes allocated
     "fresh": ((8192, 2304, 20, False), [4096, 1024, 1024], 32 << 20),
-    "fresh, short rows": ((8192, 512, 128, False), [3584, 2560, 2560], 0),
+    "fresh, small lower halves": ((8192, 512, 128, False), [3840], 0),
+    "fresh, large lower halves": ((8192, 3072, 64, False), [4096, 2048, 2048], 0),
     "fresh, few tokens": ((2048, 2304, 20, False), [4096, 4096], 32 << 20),
-    "main_grad": ((8192, 2304, 36, True), [2304] * 4, 0),
-    "main_grad, wide rows": ((8192, 4096, 36, True), [1536] * 4, 0),
-    "main_grad, many tokens": ((65536, 2304, 36, True), [768] * 16, 0),
+    "main_grad": ((8192, 2304, 36, True), [2816] * 4, 0),
+    "main_grad, a large arena": ((8192, 768, 128, True), [3584], 0),
+    "main_grad, wide rows": ((8192, 4096, 36, True), [2048] * 4, 0),
+    "main_grad, many tokens": ((65536, 2304, 36, True), [1024] * 16, 0),
 }
 
 

@@ -34,7 +34,8 @@ def small_tiles(monkeypatch):
         "direct": dict(BLOCK_N=128, BLOCK_K=64, BLOCK_D=64, PARTS=3),
     }
     monkeypatch.setattr(backward_packed, "packed_launch", lambda kernel, device, dtype: (2, dict(blocks[kernel])))
-    monkeypatch.setattr(packed_layout, "MAX_DENSITY", 1.0)
+    monkeypatch.setattr(packed_layout, "MAX_DENSITY_SHORT_ROWS", 1.0)
+    monkeypatch.setattr(packed_layout, "SHORT_STEP", 0)
     monkeypatch.setattr(packed_layout, "DENSE_GROUP", 1024)
     monkeypatch.setattr(packed_layout, "SLAB_COLUMNS", 512)
     monkeypatch.setattr(column_kinds, "LISTS", triton.language.constexpr(8))
@@ -295,7 +296,9 @@ LAYOUTS = {  # (n, v, d, into dC's own storage), G's memory beside it in MiB, ro
     "fresh, fewer pairs": ((11, 256000, 128, True), 20, 1),
     "fresh, fewer pairs than that": ((11, 65536, 128, True), 6, 1),
     "main_grad": ((8192, 256000, 2304, False), 36, 12),
-    "main_grad, many tokens": ((98304, 65536, 2048, False), 432, 12),
+    "main_grad, many tokens": ((98304, 65536, 2048, False), 432, 11),
+    "main_grad, a short step": ((8192, 50304, 768, False), 128, 4),
+    "main_grad, a shorter one": ((8192, 16384, 2048, False), 90, 2),
     "main_grad, few pairs": ((512, 1000, 64, False), 1, 1),
 }
 
@@ -315,10 +318,11 @@ def test_memory_grows_with_the_tokens_that_need_it(shape, arena_mb, rounds, monk
 
 @pytest.mark.parametrize("n_super, capacity", [(1, 40), (5, 40), (5, 39), (12, 100), (300, 1500), (300, 800)])
 def test_rounds_are_filled_from_the_last(n_super, capacity):
-    n_rounds, n_blocks = 6, 4 * n_super - 2
-    counts = torch.randint(0, 40, (n_super,), generator=torch.Generator().manual_seed(n_super))
-    counts[n_super // 2] = 0
-    counts[0] = 40  # as many as one of the arenas holds
+    n_rounds, n_blocks, n_groups = 6, 4 * n_super - 2, 3
+    pairs = torch.randint(0, 7, (n_super, 4, n_groups), generator=torch.Generator().manual_seed(n_super))
+    pairs[n_super // 2] = 0
+    pairs[0] = torch.tensor([10, 0, 0, 30])[:, None] * (torch.arange(3) == 1)  # as many as one of the arenas holds
+    counts = pairs.sum((1, 2))
     expected, last, used = [], n_blocks, 0
     for s in reversed(range(n_super)):
         n = int(counts[s])
@@ -328,10 +332,14 @@ def test_rounds_are_filled_from_the_last(n_super, capacity):
         used += n
     expected.insert(0, (0, last))
     fits = counts.max() <= capacity and len(expected) <= n_rounds
-    plan, dense = torch.zeros(n_rounds, pack.PLAN_FIELDS, dtype=torch.int64), torch.full((1,), -1, dtype=torch.int32)
+    plan, dense = torch.full((n_rounds, pack.PLAN_FIELDS), -1), torch.full((1,), -1, dtype=torch.int32)
+    start, block_start, scratch = torch.full((n_super, 4, n_groups), -1), torch.full((n_super, 4), -1), counts * 0 - 1
     pack.plan_rounds_kernel[(1,)](
-        counts, None, plan, dense, 128 * n_blocks, 1000, n_super, n_blocks, capacity, 1.0, n_rounds, pack.PLAN_FIELDS
-    )
+        pairs, None, start, block_start, scratch, plan, dense, 128 * n_blocks, 1000, n_groups, n_super, n_blocks,
+        capacity, 1.0, n_rounds, PLAN_FIELDS=pack.PLAN_FIELDS, GROUPS=4, SUPERS=16,
+    )  # fmt: skip
+    assert torch.equal(start.transpose(1, 2), before(pairs.transpose(1, 2)))
+    assert torch.equal(block_start, before(pairs.sum(2)))
     assert dense.item() == (not fits)
     if not fits:
         assert not plan.any()
@@ -339,6 +347,31 @@ def test_rounds_are_filled_from_the_last(n_super, capacity):
     first, stop, base = plan[n_rounds - len(expected) :, :3].unbind(1)
     assert list(zip(first.tolist(), stop.tolist(), strict=True)) == expected and not plan[: -len(expected)].any()
     assert base.tolist() == [int(counts[: start // 4].sum()) for start, _ in expected]
+
+
+def before(counts: torch.Tensor) -> torch.Tensor:
+    """How many come before each, in the order of memory."""
+    flat = counts.flatten()
+    return (flat.cumsum(0) - flat).view(counts.shape)
+
+
+@pytest.mark.parametrize("n_blocks", [1, 64, 150])
+def test_pairs_in_place_are_ordered_by_group(n_blocks):
+    """And lie at the end of storage and extra: of T pairs the last 100 in extra, T - 100 at the end of storage."""
+    n_groups = 5
+    pairs = torch.randint(0, 50, (n_blocks, n_groups), generator=torch.Generator().manual_seed(n_blocks))
+    start, block_start = torch.full((n_blocks, n_groups), -1), torch.full((n_blocks,), -1)
+    total = int(pairs.sum())
+    for capacity in (total, total - 1):
+        plan, dense = torch.full((1, pack.PLAN_FIELDS), -1), torch.full((1,), -1, dtype=torch.int32)
+        pack.plan_in_place_kernel[(1,)](
+            pairs, None, start, block_start, plan, dense, 128 * n_blocks, 1000, n_groups, n_blocks, capacity, 1.0,
+            10**6, 100, 256, 64, GROUP=256, GROUPS=8, BLOCKS=64,
+        )  # fmt: skip
+        spill = max(total - 100, 0)
+        assert dense.item() == (capacity < total)
+        assert plan[0].tolist() == [0, n_blocks if capacity == total else 0, 0, spill, 10**6 - spill, -spill]
+        assert torch.equal(start.T, before(pairs.T)) and torch.equal(block_start, before(pairs.sum(1)))
 
 
 def test_deterministic():
@@ -395,7 +428,7 @@ def test_lists_that_would_not_pay_go_to_the_dense_backward(main_grad, monkeypatc
     density = int(marks.unpack_marks(problem.marks.bits, v).sum()) / (4 * v) - 2048 / (4 * v)
     assert 0.1 < density < 0.8
     for part, dense in ((0.999, True), (1.001, False)):
-        monkeypatch.setattr(packed_layout, "MAX_DENSITY", part * density)
+        monkeypatch.setattr(packed_layout, "MAX_DENSITY_SHORT_ROWS", part * density)
         problem.run(main_grad=torch.zeros(v, 64) if main_grad else None, expect_dense=dense)
 
 

@@ -241,9 +241,10 @@ def test_hot_set(v, scale, softcap, monkeypatch):
     hidden, weight, bias, _ = truth.problem(n, v, 16, torch.float32, bias=True)
     target = torch.randint(0, v, (n,)).where(torch.rand(n) < 0.5, -1)
     with torch.no_grad():
-        (top, total), _, mean_bound = hot_set(hidden, Head(weight, bias, scale, softcap), target)
+        (top, total, bound), _, mean_bound = hot_set(hidden, Head(weight, bias, scale, softcap), target)
         x = truth.logits_of(hidden.double(), weight.double(), bias.double(), scale, softcap)
-    bound = (top + total.log()).double()
+    torch.testing.assert_close(bound, top + total.log(), rtol=1e-6, atol=1e-6)
+    bound = bound.double()
     lse = x.logsumexp(1)
     if v <= 1024:
         torch.testing.assert_close(bound, lse, rtol=2e-6, atol=2e-6)
@@ -259,7 +260,7 @@ def test_hot_set(v, scale, softcap, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("constant", [0.0, -200.0, -torch.inf, torch.nan])
 def test_the_mean_of_rounded_weights(constant, dtype):
-    """A mean of much larger magnitude than the logits' differences keeps 16 bits; one that is no number bounds nothing."""
+    """A mean far above the logits' differences keeps 16 bits of itself; one that is no number bounds nothing."""
     n, v, d, r = 40, 1700, 48, 8
     hidden, weight, _, _ = truth.problem(n, v, d, dtype)
     hidden, weight = hidden.detach(), (weight.detach().float() + 3).to(dtype)

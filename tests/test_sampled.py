@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import vpcce
-from vpcce import sampling
+from vpcce import policy, sampling
 from vpcce.kernels.problem import Head, Marks, RowGradients
 from vpcce.policy import exact, filtered, sampled
 from vpcce.reference import local_backward
@@ -196,3 +196,20 @@ def test_a_sure_target_keeps_what_other_terms_ask_of_it():
         grads += torch.autograd.grad(loss, weight)
     assert grads[0][7, 0] > 1e-3
     torch.testing.assert_close(grads[1][7], grads[0][7])
+
+
+@pytest.mark.parametrize(
+    "vocab_size, kind", [(512, "exact"), (11702, "exact"), (11703, "sampled"), (262144, "sampled")]
+)
+def test_what_a_gpu_samples(vocab_size, kind):
+    """Only where a flat softmax would keep few columns. The CPU, filters and coarser thresholds are as asked for."""
+
+    def kinds(backward, device, vocab_size=vocab_size):
+        pair = policy.resolve("who", backward, torch.bfloat16, torch.device(device), vocab_size)
+        return [part.kind for part in pair]
+
+    assert kinds("auto", "cuda") == kinds(sampled(), "cuda") == [kind] * 2
+    assert kinds((sampled(), vpcce.filtered()), "cuda") == [kind, "filtered"]
+    assert kinds(sampled(), "cpu") == ["sampled"] * 2
+    assert kinds(sampled(2**-6), "cuda") == ["sampled"] * 2
+    assert kinds(sampled(1e-30), "cuda") == ["exact"] * 2

@@ -94,7 +94,7 @@ def prepare(
         _check_main_grad(who, main_grad, weight)
         check_lora(who, lora, hidden, weight, main_grad, FLOATS)
         _check_class_weight(who, class_weight, shard.vocab_size, hidden.device)
-        policies = resolve(who, backward, hidden.dtype, hidden.device)
+        policies = resolve(who, backward, hidden.dtype, hidden.device, shard.vocab_size)
         if per_token is not None:
             policies = exact(), exact()
         if refused is not None:  # something that the checks above say more clearly, if they see it

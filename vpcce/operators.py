@@ -343,14 +343,14 @@ def _with_lora(head: Head, backend, tokens, a, b, scale) -> Head:
 
 def _lower_bound(stats, rows, seed, group) -> tuple[Tensor, Tensor]:
     """A lower bound of every token's log-sum-exp from all ranks' hot columns, and rank 0's seed."""
-    ranks = stats  # [2, N]
-    if group is not None:
-        # The seed rides along as two rows of bits, so that all ranks toss the same coins.
-        halves = torch.stack([seed & 0x7FFFFFFF, seed >> 31]).to(torch.int32).view(torch.float32)
-        gathered = collectives.gather_stats(torch.cat([stats.flatten(), halves]), group)  # [T, 2 N + 2]
-        low, high = gathered[0, -2:].contiguous().view(torch.int32).to(torch.int64)
-        seed = low | (high << 31)
-        ranks = gathered[:, :-2].view(gathered.shape[0], *stats.shape)
+    if group is None:
+        return stats[2], seed
+    # The seed rides along as two rows of bits, so that all ranks toss the same coins.
+    halves = torch.stack([seed & 0x7FFFFFFF, seed >> 31]).to(torch.int32).view(torch.float32)
+    gathered = collectives.gather_stats(torch.cat([stats[:2].flatten(), halves]), group)  # [T, 2 N + 2]
+    low, high = gathered[0, -2:].contiguous().view(torch.int32).to(torch.int64)
+    seed = low | (high << 31)
+    ranks = gathered[:, :-2].view(gathered.shape[0], 2, -1)
     if rows.by_kernels:
         from vpcce.kernels import merge
 

@@ -58,6 +58,10 @@ def filtered(eps: float = 2**-12, *, sort: bool = False, deterministic: bool = F
 def sampled(eps: float = 2**-12, *, deterministic: bool = False) -> BackwardPolicy:
     """A column is kept with probability min(1, m / eps) and scaled by the inverse: exact in expectation.
 
+    On a GPU the gradient is computed exactly, at about the cost of `exact()`, where sampling would not pay: where even
+    a flat softmax would keep DENSE of its columns, which is below 11,703 ids at the default eps, and in calls that
+    turn out to keep too many.
+
     Args:
         eps: targets, and columns whose largest softmax reaches eps, are always kept; smaller is closer and slower.
         deterministic: bitwise repeatable for a given seed; otherwise only the order of fp32 additions may vary.
@@ -73,11 +77,15 @@ def _checked_eps(who: str, eps: float) -> float:
     return float(eps)
 
 
+DENSE = 0.35  # of all columns, see `sampled`
+
 # What "auto" stands for. Made here, so that a traced call finds them ready.
 _EXACT, _SAMPLED = exact(), sampled()
 
 
-def resolve(who: str, backward, dtype: torch.dtype, device: torch.device) -> tuple[BackwardPolicy, BackwardPolicy]:
+def resolve(
+    who: str, backward, dtype: torch.dtype, device: torch.device, vocab_size: int
+) -> tuple[BackwardPolicy, BackwardPolicy]:
     """The policies of dE and dC that the argument `backward` of `who` stands for."""
     pair = backward if isinstance(backward, tuple) else (backward, backward)
     if len(pair) != 2:
@@ -95,5 +103,7 @@ def resolve(who: str, backward, dtype: torch.dtype, device: torch.device) -> tup
                 f'{who}: backward must be "auto", vpcce.exact(), vpcce.filtered(), vpcce.sampled() or a pair of them, '
                 f"got {policy!r}"
             )
-        resolved.append(policy)
+        flat = 1 / max(vocab_size, 1)
+        pointless = device.type == "cuda" and policy.kind == "sampled" and flat >= DENSE * policy.eps
+        resolved.append(_EXACT if pointless else policy)
     return resolved[0], resolved[1]

@@ -89,8 +89,8 @@ def local_stats(
 
 def hot_set(hidden: Tensor, head: Head, target: Tensor) -> HotSet:
     """A bound of the log-sum-exp speeds up kernels; the slices here need none, and -inf is a lower bound."""
-    stats = hidden.new_zeros(2, hidden.shape[0], dtype=torch.float32)
-    stats[0] = -torch.inf
+    stats = hidden.new_zeros(3, hidden.shape[0], dtype=torch.float32)
+    stats[::2] = -torch.inf
     return HotSet(stats, None)
 
 
