@@ -84,6 +84,17 @@ FIRST = Case("Gemma 2 2B", 8192, 256000, 2304)
 PLAN: dict[str, tuple[tuple[Case, tuple[str, ...]], ...]] = {
     "first": ((FIRST, (*OURS, *PEERS)),),
     "peaked": ((Case("Gemma 2 2B", 8192, 256000, 2304, head="peaked"), (*FEW, "vpcce sampled, main_grad")),),
+    "dense": tuple(
+        (Case(name, *shape, head=kind), ("vpcce sampled", "vpcce exact"))
+        for name, *shape in (
+            ("Gemma 2 2B", 8192, 256000, 2304),
+            ("Phi 3.5 mini", 8192, 32064, 3072),
+            ("small", 8192, 131072, 512),
+            ("small", 8192, 50304, 768),
+            ("small", 8192, 16384, 2048),
+        )
+        for kind in ("flat", "noise")
+    ),
     "ignored": ((Case("Gemma 2 2B", 8192, 256000, 2304, ignored=0.5), ("vpcce sampled", "vpcce exact")),),
     "models": (
         (Case("Gemma 2 9B", 8192, 256000, 3584), SOME),

@@ -8,6 +8,8 @@ Targets are drawn from the resulting softmax.
     kind        sigma  candidates  peak
     "default"   1.6    24          9     about as sparse as Qwen2.5's head on real text
     "peaked"    1.2    12          14    sparser than Gemma 3's
+    "flat"      1.6    24          9     the first one at a hundredth of the logits, a model's before its training
+    "noise"     5      0                 no prior either: in a block of tokens next to every column matters
 
 Everything of size [N, V] or [N, D] in fp32 is made a slice of tokens at a time.
 """
@@ -17,6 +19,8 @@ import torch
 KINDS = {
     "default": dict(sigma=1.6, candidates=24, peak=9.0),
     "peaked": dict(sigma=1.2, candidates=12, peak=14.0),
+    "flat": dict(sigma=1.6, candidates=24, peak=9.0, scale=0.01),
+    "noise": dict(sigma=5.0, candidates=1, peak=0.0, prior=0.0),
 }
 
 
@@ -47,12 +51,12 @@ def lm_like(
         rows = slice(int(rows[0]), int(rows[-1]) + 1)
         m = rows.stop - rows.start
         x = randn(m, d).mul_(options["sigma"])
-        x = x.addr_(1 - x @ shared, shared)
+        x = x.addr_(options.get("prior", 1.0) - x @ shared, shared)
         ids = torch.multinomial(prior, m * options["candidates"], replacement=True, generator=g).view(m, -1)
         strength = options["peak"] * torch.rand(ids.shape, generator=g, device=device)
         for j in range(ids.shape[1]):
             x.addcmul_(strength[:, j : j + 1], weight[ids[:, j]])
-        hidden[rows] = x.to(dtype)
+        hidden[rows] = (x * options.get("scale", 1.0)).to(dtype)
         softmax = (hidden[rows] @ final_weight.T).float().softmax(-1)
         target[rows] = torch.multinomial(softmax, 1, generator=g)[:, 0]
     return hidden, final_weight, target
