@@ -107,10 +107,11 @@ def packed_backward(
             if in_place:
                 with beside.stream():
                     work.direct_weight_grad(columns, d_weight)
+            if low_rank_grad is not None:  # few programs, which leave most multiprocessors to dE's
+                with beside.stream():
+                    work.low_rank_grad(r, low_rank_grad)
             if d_hidden is not None:
                 work.hidden_grad(r, d_hidden)
-        if low_rank_grad is not None:
-            work.low_rank_grad(r, low_rank_grad)
         if r == n_rounds - 1:  # dE ends before the last of dC, which its collective runs under
             work.free_lists()
             dense_stream(

@@ -21,12 +21,14 @@ softcap the mean of logits is no product, so there is none.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .beside import Beside
 from .launch_table import launch_parameters, plan_splits
 from .marks import FAR
 from .problem import Head, HotSet, HotSplits
@@ -35,7 +37,7 @@ from .tiles import ceil_div, compute_dtype, load_scale, logits_of, multiprocesso
 from .units import LOG2E
 
 HOT_COLUMNS = 510  # and the mean's two
-MEAN_COLUMNS = 32768  # 45 us for D = 2304 on an H200
+MEAN_COLUMNS = 32768
 ROWS, BLOCK = 16, 128  # tokens of a program, and hot columns at a time
 MAX_ROWS = 16384  # tokens per [tokens, HOT_COLUMNS] block of fp32 logits: 32 MiB
 
@@ -134,7 +136,11 @@ def hot_set(
     processors = multiprocessors(hidden.device)
     tile = launch_parameters("forward", hidden.device, compute_dtype(hidden, head))
     splits, tiles_per_split = plan_splits(n, n_columns, tile, processors)
-    hot = _most_frequent(target, n_columns)
+    low = head.low_rank
+    n_mean = 0 if head.softcap is not None else min(n_columns, MEAN_COLUMNS)
+    mean_bound = torch.empty(n, dtype=torch.float32, device=hidden.device) if n_mean else None
+    matrices = (head.weight, None if head.bias is None else head.bias[:, None], None if low is None else low.weight)
+    hot, (weight, bias, low_weight) = _rows(matrices, target, n_mean)
     by_split = None
     # AMD's compiler drops `volatile`, so a program there might wait for a number that its cache keeps from it.
     waits = torch.version.hip is None
@@ -142,12 +148,6 @@ def hot_set(
     if waits and in_turn:
         mass = torch.empty(splits, n, dtype=torch.float32, device=hidden.device)
         by_split = HotSplits(mass, tiles_per_split * tile.block_n)
-    n_mean = 0 if head.softcap is not None else min(n_columns, MEAN_COLUMNS)
-    mean_bound = torch.empty(n, dtype=torch.float32, device=hidden.device) if n_mean else None
-    weight = _rows(head.weight, hot, n_mean)
-    bias = None if head.bias is None else _rows(head.bias[:, None], hot, n_mean)
-    low = head.low_rank
-    low_weight = None if low is None else _rows(low.weight, hot, n_mean)
     scale = scale_tensor(head)
     log_n = math.log(n_mean) if n_mean else 0.0
     for start in range(0, n, MAX_ROWS):
@@ -166,15 +166,26 @@ def hot_set(
     return HotSet(out, by_split, mean_bound)
 
 
-def _rows(matrix: Tensor, hot: Tensor, n_mean: int) -> Tensor:
-    """matrix[hot], and where n_mean is not 0 two more rows, whose sum is the mean of matrix[:n_mean]."""
-    if not n_mean:
-        return matrix.index_select(0, hot)
-    n_hot = len(hot)
-    rows = torch.empty(n_hot + 2, matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
-    torch.index_select(matrix, 0, hot, out=rows[:n_hot])
-    write_mean_row(matrix[:n_mean], rows[n_hot:])
-    return rows
+def _rows(
+    matrices: Sequence[Tensor | None], target: Tensor, n_mean: int
+) -> tuple[Tensor, list[Tensor | None]]:
+    """(hot, m[hot] of each matrix [V, ..]); where n_mean is not 0 two more rows, whose sum is the mean of m[:n_mean].
+
+    Choosing the hot columns takes many short kernels, beside which the means are computed.
+    """
+    n_columns = matrices[0].shape[0]
+    n_hot = min(HOT_COLUMNS, n_columns)
+    rows = [None if m is None else m.new_empty(n_hot + 2 * (n_mean > 0), m.shape[1]) for m in matrices]
+    pairs = [(m, r) for m, r in zip(matrices, rows, strict=True) if m is not None]
+    with Beside(target.device) as beside:
+        if n_mean:
+            with beside.stream():
+                for matrix, out in pairs:
+                    write_mean_row(matrix[:n_mean], out[n_hot:])
+        hot = _most_frequent(target, n_columns)
+        for matrix, out in pairs:
+            torch.index_select(matrix, 0, hot, out=out[:n_hot])
+    return hot, rows
 
 
 def _from(table: Tensor, start: int) -> Tensor:

@@ -45,8 +45,13 @@ def test_synthetic_head_repeats_and_is_sparse(kind):
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a, b)
     sparsity = lm_like.density(*first)
-    assert 0 < sparsity["columns"] < sparsity["kept"] < 1
-    assert sparsity["columns"] < sparsity["tiles"] <= 1
+    if kind == "flat":  # 1 / 4096 is eps
+        assert sparsity["kept"] > 0.95
+    elif kind == "noise":
+        assert sparsity["columns"] > 0.8
+    else:
+        assert 0 < sparsity["columns"] < sparsity["kept"] < 0.8
+        assert sparsity["columns"] < sparsity["tiles"] <= 1
 
 
 def test_truth_is_autograd_in_float64():

@@ -125,6 +125,8 @@ class Shard:
 
 @pytest.fixture
 def small_groups(monkeypatch):
+    monkeypatch.setattr(packed_layout, "SHORT_STEP", 0)
+    monkeypatch.setattr(packed_layout, "MAX_DENSITY_SHORT_ROWS", 1.0)
     monkeypatch.setattr(packed_layout, "DENSE_GROUP", 1024)
     monkeypatch.setattr(packed_layout, "SLAB_COLUMNS", 512)
     poison_empty(monkeypatch)
