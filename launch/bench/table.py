@@ -29,7 +29,7 @@ DENSE = (FIRST, PHI, "8192x131072x512", "8192x50304x768", "8192x16384x2048")  # 
 # of dC runs beside dE, so these two times overlap a little.
 STAGES = {
     "target logit": ("target_logit",),
-    "hot set": ("hot_stats", "topk", "TopK", "nvjet", "gemm", "index", "scatter"),
+    "hot set": ("hot_stats", "topk", "TopK", "nvjet", "gemm", "index", "scatter", "part_sums", "mean_of"),
     "forward": ("forward_kernel", "merge_", "thresholds"),
     "recompute": ("packed_gradient", "gradient_kernel"),
     "dE": ("packed_hidden_grad",),
