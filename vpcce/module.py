@@ -46,7 +46,7 @@ class LinearCrossEntropy(nn.Module):
             raise TypeError(f"{who}: shard must be a vpcce.VocabShard, got {type(shard).__name__}")
         check_options(who, ignore_index, softcap, logit_scale)
         check_loss_options(who, reduction, label_smoothing, z_loss)
-        resolve(who, backward, torch.float32, torch.device("cpu"), 0)
+        resolve(who, backward, torch.float32, torch.device("cpu"))
         if isinstance(logit_scale, Tensor) and not isinstance(logit_scale, nn.Parameter):
             self.register_buffer("logit_scale", logit_scale)
         else:

@@ -84,9 +84,12 @@ _EXACT, _SAMPLED = exact(), sampled()
 
 
 def resolve(
-    who: str, backward, dtype: torch.dtype, device: torch.device, vocab_size: int
+    who: str, backward, dtype: torch.dtype, device: torch.device, vocab_size: int | None = None
 ) -> tuple[BackwardPolicy, BackwardPolicy]:
-    """The policies of dE and dC that the argument `backward` of `who` stands for."""
+    """The policies of dE and dC that the argument `backward` of `who` stands for, or an error.
+
+    Without a vocabulary yet nothing says what would not pay.
+    """
     pair = backward if isinstance(backward, tuple) else (backward, backward)
     if len(pair) != 2:
         raise ValueError(
@@ -103,7 +106,8 @@ def resolve(
                 f'{who}: backward must be "auto", vpcce.exact(), vpcce.filtered(), vpcce.sampled() or a pair of them, '
                 f"got {policy!r}"
             )
-        flat = 1 / max(vocab_size, 1)
-        pointless = device.type == "cuda" and policy.kind == "sampled" and flat >= DENSE * policy.eps
-        resolved.append(_EXACT if pointless else policy)
+        if device.type == "cuda" and policy.kind == "sampled" and vocab_size is not None:
+            if DENSE * policy.eps * vocab_size <= 1:  # a flat softmax keeps 1 / (eps * vocab_size) of its columns
+                policy = _EXACT
+        resolved.append(policy)
     return resolved[0], resolved[1]
