@@ -39,7 +39,7 @@ from .packed_stream import packed_stream_kernel
 from .packed_table import LAG, RING, ROUND_ROWS, ROUND_STEP, SLOTS, packed_launch
 from .problem import Head, HiddenGradReady, Marks, Policy, RowGradients, weight_factors
 from .row_sum import row_sum
-from .tiles import Source, compute_dtype, gradient_unit, low_rank_arguments, narrowed, scale_tensor
+from .tiles import Source, compute_dtype, gradient_unit, low_rank_arguments, narrowed
 from .unions import SETS, union_kernel
 
 
@@ -148,7 +148,8 @@ class _Work:
         device = hidden.device
         self.device, self.dtype = device, dtype
         self.precision = "ieee" if dtype == torch.float32 else "tf32"  # ignored for half operands
-        self.scale = scale_tensor(head)
+        scale = head.scale
+        self.scale = scale if isinstance(scale, Tensor) else torch.full((), scale, dtype=torch.float32, device=device)
         self.unit = gradient_unit(rows, head, dtype)
         self._prepare_constant()
 
@@ -317,7 +318,7 @@ class _Work:
         self.constant = self.constant_weight = self.constant_low_weight = self.constant_hidden = None
         if self.rows.constant is None:
             return
-        self.constant = self.rows.constant * self.head.scale
+        self.constant = self.rows.constant * self.scale
         share, self.constant_weight = self.head.column_weight, self.head.weight_sum
         if self.constant_weight is None:
             self.constant_weight = row_sum(self.head.weight, share)

@@ -25,7 +25,7 @@ from .pack import (
     PLAN_STORAGE_SHIFT,
 )
 from .softcap import soft_capped
-from .tiles import add_low_rank, load_scale, store_row_sum
+from .tiles import add_low_rank, store_row_sum
 from .units import LOG2E
 
 
@@ -57,7 +57,7 @@ def packed_gradient_kernel(
     softmax_logit_ptr,  # [N] or None
     n_rows_ptr,  # [1] or None
     seed_ptr,  # [] int64
-    scale_ptr,  # [] fp32 or None
+    scale_ptr,  # [] fp32, also where it is 1: without this product Triton 3.9 spills registers
     unit_ptr,  # [] fp32 or None: G is stored in multiples of it, so that fp16 does not underflow
     start_ptr,  # [row blocks, groups] int64
     counts_ptr,  # [row blocks, groups] int64
@@ -91,10 +91,10 @@ def packed_gradient_kernel(
     if n_rows_ptr is not None:
         n = tl.minimum(n, tl.load(n_rows_ptr))
     seed = tl.load(seed_ptr)
-    scale = load_scale(scale_ptr)
-    factor = 1.0 if scale is None else scale
+    scale = tl.load(scale_ptr)
+    factor = scale
     if unit_ptr is not None:
-        factor = factor / tl.load(unit_ptr)
+        factor = scale / tl.load(unit_ptr)
     dtype = extra_ptr.dtype.element_ty
     offs_m = tl.arange(0, 128)
     offs_k = tl.arange(0, BLOCK_K)
@@ -139,9 +139,7 @@ def packed_gradient_kernel(
                 )
             if bias_ptr is not None:
                 acc += bias[None, :]
-            x = acc
-            if scale is not None:
-                x = acc * scale
+            x = acc * scale
             if HAS_SOFTCAP:
                 x = soft_capped(x, softcap)
             if row_block * 128 + 128 > n:  # rows that do not count
