@@ -16,7 +16,7 @@ keep that cheap, or few rows. The arena of the sampled backward's G serves as me
       2         [a, V)           [a, b)                     the arena, or RING_BYTES of its own and narrow
       3                          [b, V), under the halves   the same
 
-  Example: 8192 x 256000 x 2304 in bf16 has a = 204112 and b = 247808, and slices of 4096 and 1024 columns.
+  Example: 8192 x 256000 x 2304 in bf16 has a = 218672 and b = 247808, and slices of 4096 and 1024 columns.
 - Sums of dC in fp32: the rows go through the kernel in chunks, each of which adds to them; dE's sums stay in L2.
 """
 
@@ -159,9 +159,10 @@ class _Stream:
 
     def chunk_rows(self, arena_bytes: int) -> int:
         """Rows of a chunk, whole row blocks: 2048 of 8192 x 2304, 4096 of 65536; more where the arena has wide slices
-        of them, 5504 of 8192 x 1024 with 128 MiB."""
+        of them, all of 8192 x 1024 with 128 MiB."""
         rows = max(CHUNK_ROWS, arena_bytes // (SLOTS * WIDE * self.dtype.itemsize))
         rows = max(min(rows, SUM_BYTES // (4 * self.d)), ceil_div(self.n, MAX_CHUNKS))
+        rows = ceil_div(self.n, ceil_div(self.n, rows))  # chunks of one size
         return min(ceil_div(rows, self.tile.block_m) * self.tile.block_m, self.n)
 
     def column_bytes(self, n: int) -> int:

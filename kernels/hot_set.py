@@ -32,11 +32,11 @@ from .beside import Beside
 from .launch_table import launch_parameters, plan_splits
 from .marks import FAR
 from .problem import Head, HotSet, HotSplits
-from .row_sum import write_mean_row
+from .row_sum import mean_parts, write_mean_row
 from .tiles import ceil_div, compute_dtype, load_scale, logits_of, multiprocessors, scale_tensor
 from .units import LOG2E
 
-HOT_COLUMNS = 510  # and the mean's two
+HOT_COLUMNS = 512  # two of them are the mean's
 MEAN_COLUMNS = 32768
 ROWS, BLOCK = 16, 128  # tokens of a program, and hot columns at a time
 MAX_ROWS = 16384  # tokens per [tokens, HOT_COLUMNS] block of fp32 logits: 32 MiB
@@ -127,7 +127,7 @@ def hot_set(
     head: Head,
     target: Tensor,  # [N] int64, local rows, -1 for elsewhere and for tokens that do not count
 ) -> HotSet:
-    """Statistics of the batch's HOT_COLUMNS most frequent targets, and the mean's bound."""
+    """Statistics of the batch's most frequent targets, and the mean's bound."""
     n, n_columns = hidden.shape[0], head.weight.shape[0]
     out = torch.empty(3, n, dtype=torch.float32, device=hidden.device)
     if n == 0 or n_columns == 0:
@@ -174,15 +174,17 @@ def _rows(
     Choosing the hot columns takes many short kernels, beside which the means are computed.
     """
     n_columns = matrices[0].shape[0]
-    n_hot = min(HOT_COLUMNS, n_columns)
+    n_hot = min(HOT_COLUMNS - 2 * (n_mean > 0), n_columns)
     rows = [None if m is None else m.new_empty(n_hot + 2 * (n_mean > 0), m.shape[1]) for m in matrices]
     pairs = [(m, r) for m, r in zip(matrices, rows, strict=True) if m is not None]
+    tops = [m[:n_mean] for m, _ in pairs] if n_mean else []
+    parts = [mean_parts(top) for top in tops]
     with Beside(target.device) as beside:
         if n_mean:
             with beside.stream():
-                for matrix, out in pairs:
-                    write_mean_row(matrix[:n_mean], out[n_hot:])
-        hot = _most_frequent(target, n_columns)
+                for top, memory, (_, out) in zip(tops, parts, pairs, strict=True):
+                    write_mean_row(top, memory, out[n_hot:])
+        hot = _most_frequent(target, n_columns, n_hot)
         for matrix, out in pairs:
             torch.index_select(matrix, 0, hot, out=out[:n_hot])
     return hot, rows
@@ -193,11 +195,11 @@ def _from(table: Tensor, start: int) -> Tensor:
     return table[..., start:] if start else table
 
 
-def _most_frequent(target: Tensor, n_columns: int) -> Tensor:
-    """[min(HOT_COLUMNS, n_columns)] distinct local columns, without waiting for the device."""
+def _most_frequent(target: Tensor, n_columns: int, n_hot: int) -> Tensor:
+    """[n_hot] distinct local columns, without waiting for the device."""
     counts = torch.zeros(n_columns + 1, dtype=torch.int32, device=target.device)  # the first one counts -1
     counts.scatter_add_(0, target + 1, torch.ones_like(target, dtype=torch.int32))
-    return counts[1:].topk(min(HOT_COLUMNS, n_columns), sorted=False).indices
+    return counts[1:].topk(n_hot, sorted=False).indices
 
 
 def _product(hidden: Tensor, weight: Tensor) -> Tensor:

@@ -137,13 +137,12 @@ def merge_bounds_kernel(
 
 
 def merge_bounds(ranks: Tensor) -> Tensor:
-    """[N]: log of the sum of exponentials over all ranks, from maxima and sums [T, 2, N] or [2, N]; for marks only."""
+    """[N]: log of the sum of exponentials over all ranks, from maxima and sums [T, 2, N]; for marks only."""
     n = ranks.shape[-1]
     out = torch.empty(n, dtype=torch.float32, device=ranks.device)
     if n:
-        n_ranks, stride_rank = (ranks.shape[0], ranks.stride(0)) if ranks.dim() == 3 else (1, 0)
         with torch.cuda.device_of(ranks):
             merge_bounds_kernel[(ceil_div(n, BLOCK),)](
-                ranks, out, n, n_ranks, stride_rank, ranks.stride(-2), BLOCK=BLOCK, num_warps=4
+                ranks, out, n, ranks.shape[0], ranks.stride(0), ranks.stride(1), BLOCK=BLOCK, num_warps=4
             )
     return out

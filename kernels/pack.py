@@ -30,6 +30,7 @@ PLAN_BASE: tl.constexpr = tl.constexpr(2)
 PLAN_SPILL: tl.constexpr = tl.constexpr(3)
 PLAN_STORAGE_SHIFT: tl.constexpr = tl.constexpr(4)
 PLAN_EXTRA_SHIFT: tl.constexpr = tl.constexpr(5)
+SLACK_PAIRS: tl.constexpr = tl.constexpr(2048)  # so many are never too many
 
 
 @triton.jit
@@ -89,7 +90,7 @@ def _most_pairs(n, n_columns, n_rows_ptr, max_density):
     """More marked pairs of the tokens that count than this are more work than all of them in dense products."""
     if n_rows_ptr is not None:
         n = tl.minimum(n, tl.load(n_rows_ptr))
-    return (max_density * tl.cdiv(n, 128) * n_columns).to(tl.int64) + 2048
+    return (max_density * tl.cdiv(n, 128) * n_columns).to(tl.int64) + SLACK_PAIRS
 
 
 @triton.jit
@@ -107,6 +108,7 @@ def plan_rounds_kernel(
     n_super,
     n_blocks,
     capacity,  # pairs the arena holds
+    list_pairs,  # pairs the lists hold
     max_density,
     n_rounds,
     PLAN_FIELDS: tl.constexpr,
@@ -141,7 +143,8 @@ def plan_rounds_kernel(
     used = tl.zeros((), tl.int64)
     last = n_blocks
     at_round = n_rounds - 1
-    fits = (base <= _most_pairs(n, n_columns, n_rows_ptr, max_density)).to(tl.int32)
+    most = tl.minimum(_most_pairs(n, n_columns, n_rows_ptr, max_density), list_pairs)
+    fits = (base <= most).to(tl.int32)
     for i in range(n_super):
         s = n_super - 1 - i
         pairs = tl.load(super_counts_ptr + s)

@@ -20,15 +20,15 @@ ARENA_BYTES = 36 << 20  # G of one round, where it has memory of its own, for ea
 ARENA_ROWS = 8192
 SHORT_STEP = 2e12  # tokens x ids x D: the host needs longer for many rounds' launches than the GPU for the kernels
 EXTRA_BYTES = 20 << 20  # G behind dC's storage: the last group's has no later columns to lie in
-BESIDE_BYTES = 128 << 20  # at most, or a ring, where dC has no room for the lists' G
-RING_TOKEN_BYTES = 8192  # a ring of two slices of 2048 columns in half precision, see `dense_stream`
+BESIDE_BYTES = 128 << 20  # at most, where dC has no room for the lists' G; the arena of short steps
+RING_TOKEN_BYTES = 8192  # for a small dC: a ring of two slices of 2048 columns, see `dense_stream`
 USUAL_DENSITY = 0.1  # of marked pairs
 GROUP_DENSITY = 0.07  # of marked pairs, up to which the last group's G fits behind dC (to 73,000 tokens in half)
 SPARSE_GROUP, DENSE_GROUP = 16384, 4096  # most columns of a group: below LARGE_VOCABULARY more of them are kept
 LARGE_VOCABULARY = 100_000
 SLAB_COLUMNS = 8192  # one part of the ring in `packed_stream` is a slab times BLOCK_D of D
 LIST_BLOCK = 64  # words that a list kernel expands at a time
-MAX_DENSITY = 0.35  # of marked pairs, above it the dense product is cheaper
+MAX_DENSITY = 0.35  # of marked pairs, above it the dense product is cheaper; `policy.DENSE` says so beforehand
 MAX_DENSITY_SHORT_ROWS = 0.25  # for a small D its time shrinks, and that of a list's pair hardly
 SHORT_ROW = 768
 MIN_LIST = 3 << 19  # pairs that the lists always hold; 17 bytes each
@@ -68,13 +68,19 @@ def bytes_beside(n: int, pairs_bytes: int, storage_bytes: int, group_bytes: int)
     """Of memory behind dC's storage: what the lists' G lacks there, and what the dense fallback needs to be fast.
 
     G ends with this memory, and while a group of dC is written, nothing of G may lie there any more. 8192 tokens of
-    V x D (MiB): 20 for 256000 x 2304; 64, a ring, for 32064 x 3072; 128, at most, for 32768 x 1024, whose dC has 64.
+    V x D (MiB): 20 for 256000 x 2304 and 151936 x 1024; 64, a ring, for 32064 x 3072; 124 for 32768 x 1024.
     """
-    lacking = pairs_bytes - storage_bytes + group_bytes
+    lacking = min(pairs_bytes - storage_bytes + group_bytes, BESIDE_BYTES)
     ring = RING_TOKEN_BYTES * n
-    if storage_bytes < 4 * ring:
-        lacking = max(lacking, ring)
-    return max(EXTRA_BYTES, min(lacking, max(BESIDE_BYTES, ring)))
+    return max(EXTRA_BYTES, lacking, ring if storage_bytes < 3 * ring else 0)
+
+
+def _rounds(most: int, capacity: int, n_super: int) -> int:
+    """Enough for `most` pairs where super-blocks, none of which is cut, have as many each; and one more."""
+    if capacity >= most:
+        return 1
+    filled = max(capacity - triton.cdiv(most, n_super), 1)
+    return min(MAX_ROUNDS, n_super, triton.cdiv(most, filled) + 1)
 
 
 def plan_layout(bits, n_rows, n, n_columns, d, dtype, storage) -> Layout:
@@ -84,29 +90,30 @@ def plan_layout(bits, n_rows, n, n_columns, d, dtype, storage) -> Layout:
     row_bytes = ROW_BLOCK * dtype.itemsize
     every_pair = n_blocks * n_columns
     max_density = MAX_DENSITY if d >= SHORT_ROW else MAX_DENSITY_SHORT_ROWS
-    most_columns = SPARSE_GROUP if n_columns >= LARGE_VOCABULARY else DENSE_GROUP
-    extra_bytes = EXTRA_BYTES
+    most = min(int(max_density * every_pair) + pack.SLACK_PAIRS.value, every_pair)
+    large = n_columns >= LARGE_VOCABULARY
+    group_columns = SPARSE_GROUP if large else DENSE_GROUP
     if storage is not None:
         n_rounds = 1
         storage_bytes = storage.numel() * storage.element_size()
         storage_rows = storage_bytes // row_bytes
-        capacity = int(min(max(MIN_LIST, USUAL_DENSITY * every_pair), max_density * every_pair + 2048, every_pair))
-        list_pairs = round_pairs = capacity
-        extra_bytes = bytes_beside(n, capacity * row_bytes, storage_bytes, most_columns * d * storage.element_size())
+        usual = int(USUAL_DENSITY * every_pair)
+        capacity = list_pairs = round_pairs = min(max(MIN_LIST, usual), most)
+        wanted = min(usual, most) if large else capacity
+        column_bytes = d * storage.element_size()
+        extra_bytes = bytes_beside(n, wanted * row_bytes, storage_bytes, group_columns * column_bytes)
         extra_rows = min(extra_bytes // row_bytes, capacity)
-    fitting = int(extra_bytes / (GROUP_DENSITY * max(n_blocks, 1) * row_bytes))
-    group_columns = min(most_columns, max(1 << fitting.bit_length() >> 1, 32 * LIST_BLOCK))
-    n_groups = triton.cdiv(n_columns, group_columns)
-    slab_columns = min(SLAB_COLUMNS, group_columns, max(triton.next_power_of_2(n_columns), WORD_TILE))
-    if storage is None:
-        most = min(int(max_density * every_pair) + 2048, every_pair)
+        fitting = int(extra_bytes / (GROUP_DENSITY * max(n_blocks, 1) * row_bytes))
+        group_columns = min(group_columns, max(1 << fitting.bit_length() >> 1, 32 * LIST_BLOCK))
+    else:
         arena_bytes = ARENA_BYTES * triton.cdiv(n, ARENA_ROWS)
         if n * n_columns * d < SHORT_STEP:
             arena_bytes = max(arena_bytes, BESIDE_BYTES)
         extra_rows = capacity = round_pairs = min(arena_bytes // row_bytes, most)
-        # No super-block is cut: as many rounds would do without their gaps, and one more.
-        n_rounds = min(MAX_ROUNDS, n_super, triton.cdiv(most, capacity) + 1)
+        n_rounds = _rounds(most, capacity, n_super)
         list_pairs = min(n_rounds * capacity, most)
+    n_groups = triton.cdiv(n_columns, group_columns)
+    slab_columns = min(SLAB_COLUMNS, group_columns, max(triton.next_power_of_2(n_columns), WORD_TILE))
 
     def wide_ints(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.int64, device=device)
@@ -123,14 +130,14 @@ def plan_layout(bits, n_rows, n, n_columns, d, dtype, storage) -> Layout:
     if storage is not None:
         pack.plan_in_place_kernel[(1,)](
             counts, n_rows, start, block_start, plan, dense, n, n_columns, n_groups, n_blocks, capacity, max_density,
-            storage_rows, extra_rows, row_bytes, d * storage.element_size(), GROUP=group_columns, GROUPS=groups_pow2,
-            BLOCKS=64, num_warps=4,
+            storage_rows, extra_rows, row_bytes, column_bytes, GROUP=group_columns, GROUPS=groups_pow2,
+            BLOCKS=min(64, max(4, 1024 // groups_pow2)), num_warps=4,
         )  # fmt: skip
     else:
         pack.plan_rounds_kernel[(1,)](
             counts, n_rows, start, block_start, wide_ints(n_super), plan, dense, n, n_columns, n_groups, n_super,
-            n_blocks, capacity, max_density, n_rounds, PLAN_FIELDS=pack.PLAN_FIELDS, GROUPS=groups_pow2, SUPERS=16,
-            num_warps=4,
+            n_blocks, capacity, list_pairs, max_density, n_rounds, PLAN_FIELDS=pack.PLAN_FIELDS, GROUPS=groups_pow2,
+            SUPERS=min(16, max(1, 256 // groups_pow2)), num_warps=4,
         )  # fmt: skip
     return Layout(
         n_blocks=n_blocks,

@@ -84,7 +84,7 @@ def add_parts_kernel(
 @triton.jit
 def mean_of_parts_kernel(
     parts_ptr,  # [parts, D] fp32
-    out_ptr,  # [2, D] out, see `mean_row`
+    out_ptr,  # [2, D] out, see `write_mean_row`
     n_parts,
     d,
     count,  # rows that were summed
@@ -105,23 +105,29 @@ def mean_of_parts_kernel(
     tl.store(out_ptr + d + columns, rest.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def write_mean_row(matrix: Tensor, out: Tensor) -> None:
+def mean_parts(matrix: Tensor) -> Tensor:
+    """Memory for `write_mean_row`."""
+    return _parts(matrix, MEAN_PART_ROWS)
+
+
+def write_mean_row(matrix: Tensor, parts: Tensor, out: Tensor) -> None:
     """out[0] + out[1] = matrix.float().mean(0), [2, D] contiguous: the mean rounded, and what that leaves, rounded."""
     n, d = matrix.shape
-    parts = _part_sums(matrix, None, None, MEAN_PART_ROWS, BLOCK_M=16, num_warps=4)
     with torch.cuda.device_of(matrix):
+        _sum_parts(matrix, None, None, parts, PART_ROWS=MEAN_PART_ROWS, BLOCK_M=16, num_warps=4)
         mean_of_parts_kernel[(ceil_div(d, 64),)](parts, out, len(parts), d, n, BLOCK_M=32, BLOCK_N=64, num_warps=4)
 
 
-def _part_sums(matrix: Tensor, share: Tensor | None, n_rows: Tensor | None, part_rows: int, **launch) -> Tensor:
+def _parts(matrix: Tensor, part_rows: int) -> Tensor:
     n, d = matrix.shape
-    n_parts = max(1, ceil_div(n, part_rows))
-    parts = torch.empty(n_parts, d, dtype=torch.float32, device=matrix.device)
-    with torch.cuda.device_of(matrix):
-        part_sums_kernel[(n_parts * ceil_div(d, 256),)](
-            matrix, share, n_rows, parts, n, d, *matrix.stride(), PART_ROWS=part_rows, BLOCK_N=256, **launch,
-        )  # fmt: skip
-    return parts
+    return torch.empty(max(1, ceil_div(n, part_rows)), d, dtype=torch.float32, device=matrix.device)
+
+
+def _sum_parts(matrix: Tensor, share: Tensor | None, n_rows: Tensor | None, parts: Tensor, **launch) -> None:
+    n, d = matrix.shape
+    part_sums_kernel[(len(parts) * ceil_div(d, 256),)](
+        matrix, share, n_rows, parts, n, d, *matrix.stride(), BLOCK_N=256, **launch
+    )
 
 
 def row_sum(
@@ -134,9 +140,10 @@ def row_sum(
 ) -> Tensor:
     """[D] fp32: factor * (share[:n_rows] @ matrix[:n_rows].float()), in two launches."""
     n, d = matrix.shape
-    parts = _part_sums(matrix, share, n_rows, PART_ROWS, BLOCK_M=32, num_warps=8)
+    parts = _parts(matrix, PART_ROWS)
     total = torch.empty(d, dtype=torch.float32, device=matrix.device) if out is None else out
     with torch.cuda.device_of(matrix):
+        _sum_parts(matrix, share, n_rows, parts, PART_ROWS=PART_ROWS, BLOCK_M=32, num_warps=8)
         add_parts_kernel[(ceil_div(d, 64),)](
             parts, factor, total, len(parts), d, ADD=out is not None, BLOCK_M=32, BLOCK_N=64, num_warps=4
         )

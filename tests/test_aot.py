@@ -85,7 +85,7 @@ def training_step(case: Case) -> None:
         if case.policy.kind == "sampled":
             hot = hot_set(hidden, head, target)
             assert hot.splits is not None
-            sampling = Sampling(torch.tensor(1), case.policy.eps, per_row, hot.splits)
+            sampling = Sampling(torch.tensor(1), case.policy.eps, per_row, hot.splits, hot.mean_bound)
         options = dict(entropy=case.options, argmax=case.options, logit_sum=case.options)
         stats = local_stats(hidden, head, target, n_rows=count, sampling=sampling, **options)
     local_backward(
@@ -171,7 +171,7 @@ def small_kernels(n: int, dtype: torch.dtype, ignore_index: int | None, options:
             take_rows(torch.zeros(n, 256, dtype=dtype), found.index, found.count)
     layout = StatsLayout(None, options, options, 0, options)
     merge_ranks(torch.zeros(ranks, layout.n_rows, n), layout, V, found.index, found.count)
-    merge_bounds(torch.zeros(ranks, 2 * n + 2)[:, :-2].view(ranks, 2, n) if ranks > 1 else torch.zeros(2, n))
+    merge_bounds(torch.zeros(ranks, 2 * n + 2)[:, :-2].view(ranks, 2, n))
     grads = (per_row[:1].expand(n), per_row, *((per_row, per_row) if options else (None, None)))
     row_gradients(grads, per_row, per_row, found.index, found.count)
 

@@ -166,6 +166,8 @@ def test_any_density(shape, logit_scale, max_density, monkeypatch):
         sampling = 1.2 * 2**-6 if logit_scale < 1 and max_density > 0 else 2e-3
         assert relative(ours_part, truth_part) <= 3 * relative(exact_part, truth_part) + sampling
     assert torch.all(ours[0][1::3] == 0)
+    if logit_scale < 1 and max_density > 0 and n > 1 and v > 11702:  # it was sampled
+        assert relative(ours[0], truth[0]) > 2 * relative(exact[0], truth[0])
 
 
 def test_one_token_marks_everything():

@@ -219,9 +219,9 @@ SHAPES = {  # (n, d, arena's MiB, accumulate), each launch's width of a slice, b
     "fresh, small lower halves": ((8192, 512, 128, False), [3840], 0),
     "fresh, large lower halves": ((8192, 3072, 64, False), [4096, 2048, 2048], 0),
     "fresh, few tokens": ((2048, 2304, 20, False), [4096, 4096], 32 << 20),
-    "main_grad": ((8192, 2304, 36, True), [2816] * 4, 0),
+    "main_grad": ((8192, 2304, 36, True), [3328] * 4, 0),
     "main_grad, a large arena": ((8192, 768, 128, True), [3584], 0),
-    "main_grad, wide rows": ((8192, 4096, 36, True), [2048] * 4, 0),
+    "main_grad, wide rows": ((8192, 4096, 36, True), [2560] * 4, 0),
     "main_grad, many tokens": ((65536, 2304, 36, True), [1024] * 16, 0),
 }
 

@@ -1,12 +1,15 @@
 """The forward's marks: none is missing that the backward would keep, and their bits are where readers look for them."""
 
+import math
+
 import pytest
 import torch
 import triton
 from interpreter import prepare_kernels
 
+import vpcce
 from vpcce import sampling
-from vpcce.kernels import hot_set, launch_table, marks
+from vpcce.kernels import hot_set, launch_table, local, marks
 from vpcce.kernels.coin import coin_thresholds
 from vpcce.kernels.forward import forward_stats
 from vpcce.kernels.problem import Head, Sampling
@@ -134,6 +137,16 @@ def test_the_mean_makes_the_bound_of_a_flat_softmax_tight(splits, monkeypatch):
     assert marked[True].sum() < 0.6 * marked[False].sum()
 
 
+def test_the_loss_hands_the_mean_bound_to_the_forward(monkeypatch):
+    seen = []
+    stats = local.local_stats
+    monkeypatch.setattr(local, "local_stats", lambda *args, **how: seen.append(how["sampling"]) or stats(*args, **how))
+    hidden, weight = torch.randn(20, 16, requires_grad=True), torch.randn(300, 16)
+    vpcce.linear_cross_entropy(hidden, weight, torch.zeros(20).long(), backward=vpcce.sampled())
+    expected = (hidden.detach() @ weight.T).mean(1) + math.log(300)
+    torch.testing.assert_close(seen[0].mean_bound, expected)
+
+
 def test_finished_splits_make_the_bound_tighter(monkeypatch):
     """A flat distribution, for which few hot columns are a bound of little, and finished splits of most."""
     n, v, eps, splits = 640, 1024, 2.0**-8, 8
@@ -142,7 +155,7 @@ def test_finished_splits_make_the_bound_tighter(monkeypatch):
     x = torch.randn(n, v, generator=torch.Generator().manual_seed(3)) / 4
     head, target = Head(torch.eye(v)), torch.zeros(n, dtype=torch.int64)
     hot = hot_set.hot_set(x, head, target)
-    is_hot = torch.zeros(v).index_fill(0, hot_set._most_frequent(target, v), 1.0)
+    is_hot = torch.zeros(v).index_fill(0, hot_set._most_frequent(target, v, 62), 1.0)
     whole = x.exp().view(n, splits, -1).sum(2).T
     of_hot = (x.exp() * is_hot).view(n, splits, -1).sum(2).T
     assert torch.all(hot.splits.mass.exp2() >= of_hot) and torch.all(hot.splits.mass.exp2() <= 1.02 * of_hot)

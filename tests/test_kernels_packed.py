@@ -288,7 +288,8 @@ def test_hidden_grad_is_ready_before_the_last_weight_grad(monkeypatch):
 
 LAYOUTS = {  # (n, v, d, into dC's own storage), G's memory beside it in MiB, rounds
     "fresh": ((8192, 256000, 2304, True), 20, 1),
-    "fresh, less than lists may need": ((8192, 131072, 512, True), 128, 1),
+    "fresh, less than lists may need": ((8192, 131072, 512, True), 93, 1),
+    "fresh, usual lists fit": ((8192, 151936, 1024, True), 20, 1),
     "fresh, a little less": ((8192, 49152, 2048, True), 93, 1),
     "fresh, enough for lists, not for wide slices": ((8192, 32064, 3072, True), 64, 1),
     "fresh, many tokens": ((32768, 32768, 1024, True), 256, 1),
@@ -296,9 +297,9 @@ LAYOUTS = {  # (n, v, d, into dC's own storage), G's memory beside it in MiB, ro
     "fresh, fewer pairs": ((11, 256000, 128, True), 16, 1),
     "fresh, fewer pairs than that": ((11, 65536, 128, True), 4, 1),
     "main_grad": ((8192, 256000, 2304, False), 36, 12),
-    "main_grad, many tokens": ((98304, 65536, 2048, False), 432, 11),
+    "main_grad, many tokens": ((98304, 65536, 2048, False), 432, 12),
     "main_grad, a short step": ((8192, 50304, 768, False), 128, 4),
-    "main_grad, a shorter one": ((8192, 16384, 2048, False), 90, 2),
+    "main_grad, one that needs one round": ((8192, 16384, 2048, False), 90, 1),
     "main_grad, few pairs": ((512, 1000, 64, False), 1, 1),
 }
 
@@ -332,12 +333,20 @@ def test_rounds_are_filled_from_the_last(n_super, capacity):
         used += n
     expected.insert(0, (0, last))
     fits = counts.max() <= capacity and len(expected) <= n_rounds
-    plan, dense = torch.full((n_rounds, pack.PLAN_FIELDS), -1), torch.full((1,), -1, dtype=torch.int32)
     start, block_start, scratch = torch.full((n_super, 4, n_groups), -1), torch.full((n_super, 4), -1), counts * 0 - 1
-    pack.plan_rounds_kernel[(1,)](
-        pairs, None, start, block_start, scratch, plan, dense, 128 * n_blocks, 1000, n_groups, n_super, n_blocks,
-        capacity, 1.0, n_rounds, PLAN_FIELDS=pack.PLAN_FIELDS, GROUPS=4, SUPERS=16,
-    )  # fmt: skip
+
+    def planned(list_pairs):
+        plan, dense = torch.full((n_rounds, pack.PLAN_FIELDS), -1), torch.full((1,), -1, dtype=torch.int32)
+        pack.plan_rounds_kernel[(1,)](
+            pairs, None, start, block_start, scratch, plan, dense, 128 * n_blocks, 1000, n_groups, n_super, n_blocks,
+            capacity, list_pairs, 1.0, n_rounds, PLAN_FIELDS=pack.PLAN_FIELDS, GROUPS=4, SUPERS=4,
+        )  # fmt: skip
+        return plan, dense
+
+    total = int(counts.sum())
+    plan, dense = planned(total - 1)
+    assert dense.item() == 1 and not plan.any()
+    plan, dense = planned(total)
     assert torch.equal(start.transpose(1, 2), before(pairs.transpose(1, 2)))
     assert torch.equal(block_start, before(pairs.sum(2)))
     assert dense.item() == (not fits)

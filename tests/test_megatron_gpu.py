@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.megatron]
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-VOCAB = 4096
+VOCAB = 16384
 
 
 def _model(options: dict | None, **changes):

@@ -39,8 +39,8 @@ def merge_ranks(ranks: Tensor, layout: StatsLayout, target: Tensor, how: Setting
 
 
 def merge_bounds(ranks: Tensor) -> Tensor:
-    """[N]: log of the sum of exponentials over all ranks, from maxima and sums [T, 2, N] or [2, N]."""
-    top, total = (ranks if ranks.dim() == 3 else ranks[None]).unbind(1)
+    """[N]: log of the sum of exponentials over all ranks, from maxima and sums [T, 2, N]."""
+    top, total = ranks.unbind(1)
     shift = torch.where(top.amax(0).isinf(), 0.0, top.amax(0))
     return shift + (total * torch.exp(top - shift)).sum(0).log()
 
