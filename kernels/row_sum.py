@@ -56,6 +56,17 @@ def part_sums_kernel(
 
 
 @triton.jit
+def _added(parts_ptr, columns, inside, n_parts, d, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[BLOCK_N]: some columns of the parts, added."""
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for part in range(0, n_parts, BLOCK_M):
+        parts = part + tl.arange(0, BLOCK_M)
+        at = parts.to(tl.int64)[:, None] * d + columns[None, :]
+        acc += tl.load(parts_ptr + at, mask=(parts < n_parts)[:, None] & inside[None, :], other=0.0)
+    return tl.sum(acc, 0)
+
+
+@triton.jit
 def add_parts_kernel(
     parts_ptr,  # [parts, D] fp32
     factor_ptr,  # [] fp32 or None
@@ -68,12 +79,7 @@ def add_parts_kernel(
 ):
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < d
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for part in range(0, n_parts, BLOCK_M):
-        parts = part + tl.arange(0, BLOCK_M)
-        at = parts.to(tl.int64)[:, None] * d + columns[None, :]
-        acc += tl.load(parts_ptr + at, mask=(parts < n_parts)[:, None] & inside[None, :], other=0.0)
-    total = tl.sum(acc, 0)
+    total = _added(parts_ptr, columns, inside, n_parts, d, BLOCK_M, BLOCK_N)
     if factor_ptr is not None:
         total *= tl.load(factor_ptr)
     if ADD:
@@ -93,12 +99,7 @@ def mean_of_parts_kernel(
 ):
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < d
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for part in range(0, n_parts, BLOCK_M):
-        parts = part + tl.arange(0, BLOCK_M)
-        at = parts.to(tl.int64)[:, None] * d + columns[None, :]
-        acc += tl.load(parts_ptr + at, mask=(parts < n_parts)[:, None] & inside[None, :], other=0.0)
-    mean = tl.sum(acc, 0) / count
+    mean = _added(parts_ptr, columns, inside, n_parts, d, BLOCK_M, BLOCK_N) / count
     rounded = mean.to(out_ptr.dtype.element_ty)
     rest = tl.where(tl.abs(mean) < float("inf"), mean - rounded.to(tl.float32), 0.0)
     tl.store(out_ptr + columns, rounded, mask=inside)
